@@ -1,0 +1,308 @@
+"""Attention branch: ``y = x + s · gate(γ ∘ (W_o attention(norm(x)) + b_o))`` under one of three rules.
+
+- ``"query"``: kept output rows; K and V of all rows receive what the kept queries send (Eq. 19–23).
+- ``"qkv"``: additionally, no gradient reaches a key or value outside the kept rows.
+- ``"head"``: all rows, but only the contribution of the kept heads.
+
+The probabilities are those of the full softmax in all of them. Saved: the attention output and log-sum-exp of kept rows
+(heads), and x: all rows where K and V of all rows are needed, kept rows under ``"qkv"``.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import rows as R
+from .layers import (
+    Grad,
+    Norm,
+    autocast_dtype,
+    cast,
+    linear,
+    linear_backward,
+    norm,
+    norm_backward,
+    scaled_linear_backward,
+)
+from .mlp import Backward, scaled
+from .sdpa import attend, attend_backward
+
+RULES = ("query", "qkv", "head")
+
+
+class Attention(NamedTuple):
+    """The parameters of the branch; ``qkv`` stacks the projections to queries, keys and values."""
+
+    norm_weight: Grad
+    norm_bias: Grad
+    qkv_weight: Tensor
+    qkv_bias: Grad
+    q_norm_weight: Grad
+    q_norm_bias: Grad
+    k_norm_weight: Grad
+    k_norm_bias: Grad
+    proj_weight: Tensor
+    proj_bias: Grad
+    scale: Grad = None
+
+
+class AttentionSpec(NamedTuple):
+    """What is static about the branch. ``qk_norm`` is None where queries and keys are not normalised."""
+
+    heads: int
+    softmax_scale: float
+    norm: Norm = Norm()
+    qk_norm: Norm | None = None
+    fused: bool = True
+    rule: str = "query"
+    dtype: torch.dtype | None = None
+
+
+class QKV(NamedTuple):
+    """Queries, keys, values ``[B, H, rows, D]``, before any norm of queries and keys."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def attention_branch(
+    x: Tensor,
+    rows: R.Rows,
+    params: Attention,
+    spec: AttentionSpec,
+    *,
+    heads: Tensor | None = None,
+    factor: Tensor | None = None,
+    how: Backward = Backward(),
+) -> Tensor:
+    """The branch on ``x [B, N, C]``. Rules "query" and "qkv" take ``rows``; rule "head" takes ``heads``, a head index."""
+    spec = spec._replace(dtype=autocast_dtype(x))
+    return _AttentionBranch.apply(x, rows, heads, factor, spec, how, *params)
+
+
+def project(n: Tensor, p: Attention, spec: AttentionSpec) -> QKV:
+    """Queries, keys and values of normalised rows ``n [B, rows, C]``."""
+    qkv = linear(n, p.qkv_weight, p.qkv_bias, spec.dtype)
+    return QKV(*qkv.view(*n.shape[:2], 3, spec.heads, -1).permute(2, 0, 3, 1, 4).unbind(0))
+
+
+def project_apart(n_q: Tensor, n_kv: Tensor, p: Attention, spec: AttentionSpec) -> QKV:
+    """Queries of some rows, keys and values of others."""
+    width = p.qkv_weight.shape[0] // 3
+    bias_q, bias_kv = (None, None) if p.qkv_bias is None else (p.qkv_bias[:width], p.qkv_bias[width:])
+    q = linear(n_q, p.qkv_weight[:width], bias_q, spec.dtype)
+    kv = linear(n_kv, p.qkv_weight[width:], bias_kv, spec.dtype)
+    q = q.view(*n_q.shape[:2], spec.heads, -1).transpose(1, 2)
+    k, v = kv.view(*n_kv.shape[:2], 2, spec.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+    return QKV(q, k, v)
+
+
+def normalised(qkv: QKV, p: Attention, spec: AttentionSpec) -> QKV:
+    """Q, K, V as the attention kernel takes them."""
+    if spec.qk_norm is None:
+        return qkv
+    q = cast(norm(qkv.q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm), spec.dtype)
+    k = cast(norm(qkv.k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm), spec.dtype)
+    return QKV(q, k, qkv.v)
+
+
+def to_rows(x: Tensor) -> Tensor:
+    """``[B, H, N, D] -> [B, N, H * D]``."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def to_heads(x: Tensor, samples: int, heads: int) -> Tensor:
+    """``[B * N, H * D] -> [B, H, N, D]``."""
+    return x.view(samples, -1, heads, x.shape[-1] // heads).transpose(1, 2)
+
+
+def attention_forward(x: Tensor, p: Attention, spec: AttentionSpec) -> tuple[Tensor, Tensor, QKV]:
+    """Attention output ``[B, N, H * D]`` before its projection, log-sum-exp ``[B, N, H]``, and Q, K, V."""
+    qkv = project(norm(x, p.norm_weight, p.norm_bias, spec.norm), p, spec)
+    o, lse = attend(*normalised(qkv, p, spec), spec.softmax_scale, spec.fused)
+    return to_rows(o), lse.transpose(1, 2), qkv
+
+
+def attention_output(o: Tensor, p: Attention, spec: AttentionSpec) -> Tensor:
+    z = linear(o, p.proj_weight, p.proj_bias, spec.dtype)
+    return z if p.scale is None else z * p.scale
+
+
+def attention_backward(
+    dy: Tensor,
+    x: Tensor,
+    rows: R.Rows,
+    o: Tensor,
+    lse: Tensor,
+    qkv: QKV | None,
+    p: Attention,
+    spec: AttentionSpec,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Attention]:
+    """From ``dy [B * k, C]`` and ``x [B, m, C]``: dx (shape of x) and the gradients of the parameters, in their order.
+
+    Rows of ``dy``, ``o [B * k, H * D]`` and ``lse [B * k, H]`` are the queries; ``rows`` says which rows of x they are
+    (None: all of them, in order). All rows of x are keys and values. ``qkv`` is recomputed unless given.
+    """
+    samples = x.shape[0]
+    do, dwo, dbo, dscale = scaled_linear_backward(
+        dy, o, p.proj_weight, p.proj_bias, p.scale, o.dtype, needs[8:]
+    )
+    n = norm(x, p.norm_weight, p.norm_bias, spec.norm)
+    n_q = R.take(n, rows)
+    if qkv is None and rows is None:
+        qkv = project(n, p, spec)
+    elif qkv is None:
+        qkv = project_apart(n_q.view(samples, -1, n.shape[-1]), n, p, spec)
+    assert qkv is not None
+
+    lse = lse.view(samples, -1, spec.heads).transpose(1, 2)
+    do, o = to_heads(do, samples, spec.heads), to_heads(o, samples, spec.heads)
+    dq, dk, dv = attend_backward(do, *normalised(qkv, p, spec), o, lse, spec.softmax_scale, spec.fused)
+    dqw = dqb = dkw = dkb = None
+    if spec.qk_norm is not None:
+        dq, dqw, dqb = norm_backward(dq, qkv.q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm, needs[4:6])
+        dk, dkw, dkb = norm_backward(dk, qkv.k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm, needs[6:8])
+    dq, dk, dv = (R.flat(to_rows(g)).to(o.dtype) for g in (dq, dk, dv))
+
+    need_weight, need_bias = needs[2:4]
+    if rows is None:
+        dn, dw, db = linear_backward(
+            torch.cat([dq, dk, dv], 1), R.flat(n), p.qkv_weight, (True, need_weight, need_bias)
+        )
+    else:
+        width = p.qkv_weight.shape[0] // 3
+        dn_q, dwq, dbq = linear_backward(dq, n_q, p.qkv_weight[:width], (True, need_weight, need_bias))
+        dn, dwkv, dbkv = linear_backward(
+            torch.cat([dk, dv], 1), R.flat(n), p.qkv_weight[width:], (True, need_weight, need_bias)
+        )
+        dw, db = stack(dwq, dwkv), stack(dbq, dbkv)
+        assert dn is not None and dn_q is not None
+        dn = R.add(dn.to(n.dtype), rows, dn_q)
+    assert dn is not None
+    dx, dnw, dnb = norm_backward(dn.view(n.shape), x, p.norm_weight, p.norm_bias, spec.norm, needs[:2])
+    return dx, Attention(dnw, dnb, dw, db, dqw, dqb, dkw, dkb, dwo, dbo, dscale)  # type: ignore[arg-type]
+
+
+def stack(a: Grad, b: Grad) -> Grad:
+    return None if a is None or b is None else torch.cat([a, b])
+
+
+class _AttentionBranch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        rows: R.Rows,
+        heads: Tensor | None,
+        factor: Grad,
+        spec: AttentionSpec,
+        how: Backward,
+        *params: Grad,
+    ) -> Tensor:
+        p = Attention(*params)  # type: ignore[arg-type]
+        o, lse, qkv = attention_forward(x, p, spec)
+        ctx.save_for_backward(
+            *saved(x, o, lse, None if how.recompute else qkv, rows, heads, spec), rows, heads, factor, *params
+        )
+        ctx.spec, ctx.how = spec, how
+        y = attention_output(o, p, spec)
+        if factor is not None:
+            y = y * factor.view(-1, 1, 1)
+        return x + y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, o, lse, *qkv, rows, heads, factor = ctx.saved_tensors[:9]
+        p = Attention(*ctx.saved_tensors[9:])
+        needs, spec, how = ctx.needs_input_grad[6:], ctx.spec, ctx.how
+        kept_dy = R.take(dy, rows)
+        x = R.after(kept_dy, x)
+        kept_p, kept_spec = (p, spec) if heads is None else select_heads(p, spec, heads)
+        dx, grads = attention_backward(
+            R.per_sample(kept_dy, factor),
+            x,
+            rows if spec.rule == "query" else None,
+            o,
+            lse,
+            None if how.recompute else QKV(*qkv),
+            kept_p,
+            kept_spec,
+            needs,
+        )
+        if heads is not None:
+            grads = scatter_heads(grads, p, spec, heads)
+        dx = join(dy, kept_dy, dx, rows, spec.rule, how.scope)
+        return dx, *[None] * 5, *scaled(grads, how.weight_scale)
+
+
+def saved(
+    x: Tensor, o: Tensor, lse: Tensor, qkv: QKV | None, rows: R.Rows, heads: Tensor | None, spec: AttentionSpec
+) -> tuple[Grad, ...]:
+    """What backward needs: x, o, lse and, unless they are recomputed, Q, K, V; only the rows and heads that it reads."""
+    if heads is not None:
+        o = o.view(*o.shape[:2], spec.heads, -1).index_select(2, heads).flatten(2)
+        lse = lse.index_select(2, heads)
+    if spec.rule == "qkv" and rows is not None:
+        x = R.take(x, rows).view(x.shape[0], -1, x.shape[-1])
+    kept = (x, R.take(o, rows), R.take(lse, rows))
+    if qkv is None:
+        return *kept, None, None, None
+    q, k, v = (t if heads is None else t.index_select(1, heads) for t in qkv)
+    kv_rows = rows if spec.rule == "qkv" else None
+    return *kept, take_head_rows(q, rows), take_head_rows(k, kv_rows), take_head_rows(v, kv_rows)
+
+
+def take_head_rows(x: Tensor, rows: R.Rows) -> Tensor:
+    """The given rows of ``[B, H, N, D]``."""
+    return x if rows is None else to_heads(R.take(to_rows(x), rows), x.shape[0], x.shape[1])
+
+
+def join(dy: Tensor, kept_dy: Tensor, dx: Tensor, rows: R.Rows, rule: str, scope: str) -> Tensor:
+    """Gradient of the branch's input: ``kept_dy`` (the residual path) plus ``dx`` (attention's) at kept rows.
+
+    Elsewhere it is dy in scope "branch", nothing in scope "block", plus what keys and values receive under "query".
+    """
+    base = dy if scope == "branch" else torch.zeros_like(dy)
+    if rule == "qkv":
+        return R.put(base, rows, kept_dy + R.flat(dx))
+    return R.put(base, rows, kept_dy) + dx
+
+
+def select_heads(p: Attention, spec: AttentionSpec, heads: Tensor) -> tuple[Attention, AttentionSpec]:
+    """The parameters of the given heads alone."""
+    weight = p.qkv_weight.view(3, spec.heads, -1, p.qkv_weight.shape[1])
+    proj = p.proj_weight.view(p.proj_weight.shape[0], spec.heads, -1)
+    bias = p.qkv_bias
+    return (
+        p._replace(
+            qkv_weight=weight.index_select(1, heads).flatten(0, 2),
+            qkv_bias=None if bias is None else bias.view(3, spec.heads, -1).index_select(1, heads).flatten(),
+            proj_weight=proj.index_select(1, heads).flatten(1),
+        ),
+        spec._replace(heads=heads.shape[0]),
+    )
+
+
+def scatter_heads(grads: Attention, p: Attention, spec: AttentionSpec, heads: Tensor) -> Attention:
+    """Gradients of all heads' parameters: zero outside the given heads."""
+
+    def spread(grad: Grad, param: Grad, shape: tuple[int, ...], dim: int) -> Grad:
+        if grad is None or param is None:
+            return None
+        full = torch.zeros_like(param).view(shape)
+        kept = grad.view(*shape[:dim], heads.shape[0], *shape[dim + 1 :])
+        return full.index_copy(dim, heads, kept).view(param.shape)
+
+    width, channels = p.proj_weight.shape[1] // spec.heads, p.qkv_weight.shape[1]
+    shape = (3, spec.heads, width)
+    return grads._replace(
+        qkv_weight=spread(grads.qkv_weight, p.qkv_weight, (*shape, channels), 1),
+        qkv_bias=spread(grads.qkv_bias, p.qkv_bias, shape, 1),
+        proj_weight=spread(grads.proj_weight, p.proj_weight, (p.proj_weight.shape[0], spec.heads, width), 1),
+    )

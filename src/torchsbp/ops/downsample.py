@@ -1,0 +1,89 @@
+"""Down-sampling with stride ≥ kernel: ``y = gate(conv(norm(x)))``. Patches do not overlap, so outputs are independent.
+
+Every output position is a linear function of its own patch: the backward pass runs on the patches of kept outputs, and
+only these are saved.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import rows as R
+from .layers import Grad, Norm, autocast_dtype, cast, linear_backward, norm, norm_backward
+from .mlp import Backward, scaled
+
+
+class Downsample(NamedTuple):
+    """The parameters; ``weight [C', C, kh, kw]``."""
+
+    norm_weight: Grad
+    norm_bias: Grad
+    weight: Tensor
+    bias: Grad
+
+
+class DownsampleSpec(NamedTuple):
+    stride: tuple[int, int]
+    norm: Norm = Norm()
+    dtype: torch.dtype | None = None
+
+
+def downsample(
+    x: Tensor, rows: R.Rows, params: Downsample, spec: DownsampleSpec, how: Backward = Backward()
+) -> Tensor:
+    """The layer on ``x [B, C, H, W]``; ``rows`` are kept output positions."""
+    return _Downsample.apply(x, rows, spec._replace(dtype=autocast_dtype(x)), how, *params)
+
+
+def patch_rows(
+    rows: Tensor, size: tuple[int, int], out: tuple[int, int], kernel: tuple[int, int], stride: tuple[int, int]
+) -> Tensor:
+    """Input rows ``[len(rows) * kh * kw]`` of the patches behind the given output rows."""
+    (H, W), (h, w) = size, out
+    sample, i, j = rows // (h * w), rows % (h * w) // w, rows % w
+    corner = (sample * H + i * stride[0]) * W + j * stride[1]
+    di = torch.arange(kernel[0], device=rows.device) * W
+    dj = torch.arange(kernel[1], device=rows.device)
+    return (corner[:, None, None] + di[:, None] + dj).flatten()
+
+
+class _Downsample(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, rows: R.Rows, spec: DownsampleSpec, how: Backward, *params: Grad
+    ) -> Tensor:
+        p = Downsample(*params)  # type: ignore[arg-type]
+        channels_last = x.permute(0, 2, 3, 1)
+        n = norm(channels_last, p.norm_weight, p.norm_bias, spec.norm).permute(0, 3, 1, 2)
+        bias = None if p.bias is None else cast(p.bias, spec.dtype)
+        y = F.conv2d(cast(n, spec.dtype), cast(p.weight, spec.dtype), bias, spec.stride)
+        if rows is None:
+            rows = torch.arange(y.shape[0] * y.shape[2] * y.shape[3], device=x.device)
+        kernel = (p.weight.shape[2], p.weight.shape[3])
+        inputs = patch_rows(rows, tuple(x.shape[2:]), tuple(y.shape[2:]), kernel, spec.stride)
+        ctx.save_for_backward(R.take(channels_last, inputs), rows, *params)
+        ctx.spec, ctx.how, ctx.size = spec, how, tuple(x.shape)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, rows, *params = ctx.saved_tensors
+        p, spec, needs = Downsample(*params), ctx.spec, ctx.needs_input_grad[4:]
+        B, C, H, W = ctx.size
+        out, _, kh, kw = p.weight.shape
+        kept_dy = cast(R.take(dy.permute(0, 2, 3, 1), rows), spec.dtype)
+        x = R.after(kept_dy, x)
+        n = norm(x, p.norm_weight, p.norm_bias, spec.norm)
+        matrix = p.weight.permute(0, 2, 3, 1).flatten(1)
+        dn, dw, db = linear_backward(kept_dy, n.view(-1, kh * kw * C), matrix, (True, *needs[2:]))
+        assert dn is not None
+        if dw is not None:
+            dw = dw.view(out, kh, kw, C).permute(0, 3, 1, 2)
+        dx, dnw, dnb = norm_backward(dn.view_as(n), x, p.norm_weight, p.norm_bias, spec.norm, needs[:2])
+        inputs = patch_rows(rows, (H, W), tuple(dy.shape[2:]), (kh, kw), spec.stride)
+        dx = R.put(dx.new_zeros(B, H, W, C), inputs, dx).permute(0, 3, 1, 2)
+        return dx, None, None, None, *scaled((dnw, dnb, dw, db), ctx.how.weight_scale)

@@ -1,0 +1,139 @@
+"""The layers a branch is made of, as pairs: forward, and backward from what forward was given.
+
+Backward functions return ``None`` for gradients nobody needs. ``dtype`` is the precision of matrix products
+(``None``: that of the operands), which is how autocast is spelled inside an autograd function.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+
+ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu")
+NORMS = ("layer", "rms")
+
+Grad = Tensor | None
+
+
+class Norm(NamedTuple):
+    """Static part of a normalisation over the last dimension: its kind and epsilon."""
+
+    eps: float = 1e-6
+    kind: str = "layer"
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The precision autocast gives to matrix products of ``x``, ``None`` outside autocast."""
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return x if dtype is None else x.to(dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Grad, dtype: torch.dtype | None) -> Tensor:
+    """``x Wᵀ + b``."""
+    return F.linear(cast(x, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype))
+
+
+def linear_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]
+) -> tuple[Grad, Grad, Grad]:
+    """``dx = dy W``, ``dW = dyᵀ x``, ``db = Σ dy`` (Eq. 3), for 2-D dy and x; ``needs`` for (x, W, b)."""
+    dx = dy @ weight.to(dy.dtype) if needs[0] else None
+    dw = (dy.t() @ x.to(dy.dtype)).to(weight.dtype) if needs[1] else None
+    db = dy.sum(0).to(weight.dtype) if needs[2] else None
+    return dx, dw, db
+
+
+def scaled_linear_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Grad, scale: Grad, dtype: torch.dtype, needs: Sequence[bool]
+) -> tuple[Tensor, Grad, Grad, Grad]:
+    """Backward of ``y = γ ∘ (x Wᵀ + b)``: gradients of (x, W, b, γ); ``needs`` for (W, b, γ).
+
+    The output of the linear layer is not needed for γ: ``dγ = rowsum(W ∘ (dyᵀ x)) + b ∘ Σ dy``, from the product that
+    ``dW = γ ∘ (dyᵀ x)`` takes anyway.
+    """
+    dz = cast(dy if scale is None else dy * scale, dtype)
+    if scale is None or not needs[2]:
+        dx, dw, db = linear_backward(dz, x, weight, (True, needs[0], needs[1]))
+        assert dx is not None
+        return dx, dw, db, None
+    dx = dz @ weight.to(dtype)
+    product = (cast(dy, dtype).t() @ cast(x, dtype)).to(weight.dtype)
+    total = dy.sum(0).to(weight.dtype)
+    dw = scale[:, None] * product if needs[0] else None
+    db = scale * total if needs[1] else None
+    dscale = (weight * product).sum(1)
+    if bias is not None:
+        dscale = dscale + bias * total
+    return dx, dw, db, dscale.to(scale.dtype)
+
+
+def norm(x: Tensor, weight: Grad, bias: Grad, static: Norm) -> Tensor:
+    """LayerNorm or RMSNorm over the last dimension, in the precision of its weight."""
+    x = x if weight is None else x.to(weight.dtype)
+    if static.kind == "rms":
+        return F.rms_norm(x, x.shape[-1:], weight, static.eps)
+    return F.layer_norm(x, x.shape[-1:], weight, bias, static.eps)
+
+
+def norm_backward(
+    dy: Tensor, x: Tensor, weight: Grad, bias: Grad, static: Norm, needs: Sequence[bool]
+) -> tuple[Tensor, Grad, Grad]:
+    """Gradients of (x, weight, bias), statistics recomputed from x; ``needs`` for (weight, bias)."""
+    x = x if weight is None else x.to(weight.dtype)
+    dy = dy.to(x.dtype)
+    if static.kind == "rms":
+        return (*_rms_norm_backward(dy, x, weight, static.eps, needs[0]), None)
+    shape = [x.shape[-1]]
+    _, mean, rstd = aten.native_layer_norm(x, shape, weight, bias, static.eps)
+    mask = [True, needs[0], needs[1]]
+    dx, dw, db = aten.native_layer_norm_backward(dy, x, shape, mean, rstd, weight, bias, mask)
+    return dx, dw if needs[0] else None, db if needs[1] else None
+
+
+def _rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Grad, eps: float | None, need: bool
+) -> tuple[Tensor, Grad]:
+    """With x̂ = x / rms(x) and g = dy ∘ w: ``dx = (g − x̂ mean(g ∘ x̂)) / rms(x)``, ``dw = Σ dy ∘ x̂``."""
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    unit = x * rstd
+    g = dy if weight is None else dy * weight
+    dx = (g - unit * (g * unit).mean(-1, keepdim=True)) * rstd
+    return dx, (dy * unit).flatten(0, -2).sum(0) if need else None
+
+
+def activation(x: Tensor, name: str) -> Tensor:
+    if name == "gelu":
+        return F.gelu(x)
+    if name == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    if name == "quick_gelu":
+        return x * torch.sigmoid(1.702 * x)
+    if name == "silu":
+        return F.silu(x)
+    assert name == "relu", name
+    return F.relu(x)
+
+
+def activation_backward(dy: Tensor, x: Tensor, name: str) -> Tensor:
+    if name == "gelu":
+        return aten.gelu_backward(dy, x)
+    if name == "gelu_tanh":
+        return aten.gelu_backward(dy, x, approximate="tanh")
+    if name == "quick_gelu":
+        s = torch.sigmoid(1.702 * x)
+        return dy * s * (1 + 1.702 * x * (1 - s))
+    if name == "silu":
+        return aten.silu_backward(dy, x)
+    assert name == "relu", name
+    return aten.threshold_backward(dy, x, 0)

@@ -1,0 +1,106 @@
+"""What every op computes, written densely with ``gate``. Slow, short and obviously right: the tests' oracle.
+
+``gate`` is the identity in forward; in backward it zeroes the rows outside the kept set. Everything else in this package
+is an optimisation of it. Parameters are the named tuples of the fast ops; precision is that of the operands.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .attention import Attention, AttentionSpec
+from .layers import activation, norm
+from .mlp import MLP, MLPSpec
+
+
+def gate(y: Tensor, rows: Tensor | None) -> Tensor:
+    """Identity whose gradient is zero outside ``rows`` (None: everywhere kept) of ``y [B, ..., C]``."""
+    if rows is None:
+        return y
+    return torch.where(mask(rows, y.shape[:-1]).unsqueeze(-1), y, y.detach())
+
+
+def mask(rows: Tensor, shape: torch.Size) -> Tensor:
+    """True at the kept rows."""
+    return torch.zeros(shape.numel(), dtype=torch.bool, device=rows.device).index_fill(0, rows, True).view(shape)
+
+
+def per_sample(y: Tensor, factor: Tensor | None) -> Tensor:
+    return y if factor is None else y * factor.view(-1, *[1] * (y.dim() - 1))
+
+
+def mlp(x: Tensor, p: MLP, spec: MLPSpec) -> Tensor:
+    h = F.linear(norm(x, p.norm_weight, p.norm_bias, spec.norm), p.weight1, p.bias1)
+    y = F.linear(activation(h, spec.act), p.weight2, p.bias2)
+    return y if p.scale is None else y * p.scale
+
+
+def mlp_branch(
+    x: Tensor, rows: Tensor | None, p: MLP, spec: MLPSpec, factor: Tensor | None = None, scope: str = "branch"
+) -> Tensor:
+    """``x + gate(f(x))``, or ``gate(x + f(x))`` in scope "block" (Eq. 4, 5)."""
+    y = per_sample(mlp(x, p, spec), factor)
+    return x + gate(y, rows) if scope == "branch" else gate(x + y, rows)
+
+
+def attention(x: Tensor, rows: Tensor | None, heads: Tensor | None, p: Attention, spec: AttentionSpec) -> Tensor:
+    """Softmax attention with the attention map written out (Eq. 14, 15), its gradient gated by the rule."""
+    n = norm(x, p.norm_weight, p.norm_bias, spec.norm)
+    q, k, v = F.linear(n, p.qkv_weight, p.qkv_bias).unflatten(-1, (3, spec.heads, -1)).permute(2, 0, 3, 1, 4)
+    if spec.qk_norm is not None:
+        q = norm(q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm)
+        k = norm(k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm)
+    m = q @ k.transpose(-2, -1) * spec.softmax_scale
+    if spec.rule == "qkv" and rows is not None:
+        m, v = drop_qkv(m, v, mask(rows, x.shape[:2])[:, None])
+    return project_heads(m.softmax(-1) @ v, heads, p, spec)
+
+
+def drop_qkv(m: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """The map ``M_ij`` is a constant unless i and j are kept, ``V_j`` unless j is; ``kept [B, 1, N]``."""
+    rows, columns = kept.unsqueeze(-1), kept.unsqueeze(-2)
+    return torch.where(rows & columns, m, m.detach()), torch.where(rows, v, v.detach())
+
+
+def project_heads(o: Tensor, heads: Tensor | None, p: Attention, spec: AttentionSpec) -> Tensor:
+    """``γ ∘ (Σ_h o_h W_h + b)``; outside ``heads`` the contribution of a head is a constant."""
+    weights = p.proj_weight.unflatten(1, (spec.heads, -1))
+    scale = 1 if p.scale is None else p.scale
+    y = 0 if p.proj_bias is None else p.proj_bias * scale
+    for h in range(spec.heads):
+        part = F.linear(o[:, h], weights[:, h]) * scale
+        y = y + (part if heads is None or bool((heads == h).any()) else part.detach())
+    return y
+
+
+def attention_branch(
+    x: Tensor,
+    rows: Tensor | None,
+    p: Attention,
+    spec: AttentionSpec,
+    heads: Tensor | None = None,
+    factor: Tensor | None = None,
+    scope: str = "branch",
+) -> Tensor:
+    """``x + gate(attention(x))``, or ``gate(x + attention(x))`` in scope "block"; rule "head" gates heads, not rows."""
+    y = per_sample(attention(x, rows, heads, p, spec), factor)
+    rows = None if spec.rule == "head" else rows
+    return x + gate(y, rows) if scope == "branch" else gate(x + y, rows)
+
+
+def downsample(
+    x: Tensor, rows: Tensor | None, norm_params: tuple, weight: Tensor, bias: Tensor | None, stride: int
+) -> Tensor:
+    """``gate(conv(norm(x)))`` on ``x [B, C, H, W]``; ``rows`` are output positions. Patches do not overlap (Eq. 6)."""
+    n = norm(x.permute(0, 2, 3, 1), *norm_params).permute(0, 3, 1, 2)
+    y = F.conv2d(n, weight, bias, stride).permute(0, 2, 3, 1)
+    return gate(y, rows).permute(0, 3, 1, 2)
+
+
+def sbp(fn: Callable[[Tensor], Tensor], x: Tensor, keep: Tensor, dim: int) -> Tensor:
+    """``gate(fn(x))`` along ``dim``: positions outside ``keep`` are constants (Algorithm 1)."""
+    y = fn(x)
+    kept = torch.zeros(x.shape[dim], dtype=torch.bool).index_fill(0, keep, True)
+    return torch.where(kept.view(-1, *[1] * (y.dim() - 1 - dim % y.dim())), y, y.detach())

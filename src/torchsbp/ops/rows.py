@@ -1,0 +1,53 @@
+"""Rows: the positions of a feature map, flattened. ``x`` is ``[B, ..., C]``; row ``b * N + i`` is position i of sample b.
+
+``rows`` is an index vector ``[B * k]``, sample after sample with the same count k in each, or ``None`` for all rows.
+"""
+
+import torch
+from torch import Tensor
+
+Rows = Tensor | None
+
+
+def flat(x: Tensor) -> Tensor:
+    """``[B, ..., C] -> [B * N, C]``."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def take(x: Tensor, rows: Rows) -> Tensor:
+    """The given rows of x, ``[B * k, C]``."""
+    return flat(x) if rows is None else flat(x).index_select(0, rows)
+
+
+def put(base: Tensor, rows: Rows, values: Tensor) -> Tensor:
+    """``base`` with the given rows replaced by ``values``; the shape and dtype of ``base``."""
+    if rows is None:
+        return values.to(base.dtype).view(base.shape)
+    return flat(base).index_copy(0, rows, values.to(base.dtype)).view(base.shape)
+
+
+def add(base: Tensor, rows: Rows, values: Tensor) -> Tensor:
+    """``base`` with ``values`` added to the given rows; rows are unique, so the result is deterministic."""
+    if rows is None:
+        return base + values.to(base.dtype).view(base.shape)
+    return flat(base).index_add(0, rows, values.to(base.dtype)).view(base.shape)
+
+
+def per_sample(x: Tensor, factor: Tensor | None) -> Tensor:
+    """Multiply the rows ``[B * k, C]`` of each sample by its factor ``[B]`` (stochastic depth)."""
+    if factor is None:
+        return x
+    samples = factor.shape[0]
+    return (x.view(samples, -1, x.shape[-1]) * factor.view(samples, 1, 1)).flatten(0, 1)
+
+
+def after(cotangent: Tensor, x: Tensor) -> Tensor:
+    """``x``, made to depend on the cotangent when compiling.
+
+    The compiler sees forward and backward as one graph. Without this it would merge what backward recomputes with the
+    same expression in forward and save it, which undoes the saving. The zero is exact, also for inf and NaN.
+    """
+    if not torch.compiler.is_compiling():
+        return x
+    zero = (cotangent.flatten()[0] * 0).nan_to_num(0.0, 0.0, 0.0)
+    return x + zero.to(x.dtype)

@@ -1,0 +1,206 @@
+"""Which positions are kept: (shape, ratios, key) -> an order of all positions, most important first.
+
+The kept set at ratio r is the first `count(r)` positions of the order, so counts are exact and the sets of
+unequal ratios are nested. The order is a pure function of (seed, step, rank) in integer tensor arithmetic: it
+is the same on every device, and `torch.compile` traces it without recompiling from step to step.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import index
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+Sampler = Callable[[Shape, Sequence[float], Tensor], Tensor]
+"""(shape, ratios, key [samples]) -> order [samples, n] int64, a permutation of the positions per sample."""
+
+_MASK = 0xFFFFFFFF
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit integers in which every input bit flips every output bit half of the time."""
+    # The multipliers are odd and below 2^31, so that a product with 32 bits never overflows int64.
+    x = ((x ^ (x >> 16)) * 0x6D52A8A5) & _MASK
+    x = ((x ^ (x >> 15)) * 0x7EEC475B) & _MASK
+    return x ^ (x >> 16)
+
+
+def _fold(key: Tensor, value: Tensor) -> Tensor:
+    """key' = mix(key ^ mix(value + c)): values are hashed first, since they are small and consecutive."""
+    return _mix(key ^ _mix((value + 0x9E3779B9) & _MASK))
+
+
+def draw_key(seed: int, step: Tensor, rank: int, samples: int) -> Tensor:
+    """Independent 32-bit keys [samples], one per mask to draw; `step` is a 0-d int64 tensor."""
+    key = torch.zeros_like(step)
+    for value in (torch.full_like(step, seed & _MASK), torch.full_like(step, rank), step):
+        key = _fold(key, value)
+    return _fold(key, torch.arange(samples, device=step.device))
+
+
+def enlarge(order: Tensor, coarse: Shape, fine: Shape) -> Tensor:
+    """The order on a finer grid: position i lies in cell min(i // f, h − 1), f = H // h, in each dimension.
+
+    Where every H is a multiple of h, the first k·Πf positions are exactly the first k cells enlarged. Where
+    not, the last cell of a dimension is larger: counts stay exact, frequencies are equal up to edge cells.
+    """
+    if coarse == fine:
+        return order
+    if len(coarse) != len(fine) or any(h > H for h, H in zip(coarse, fine, strict=True)):
+        raise ValueError(
+            f"cannot enlarge a mask from grid {coarse} to grid {fine}: "
+            "no dimension may shrink or be added; draw the mask on the smallest grid"
+        )
+    cell = torch.zeros((), dtype=torch.int64, device=order.device)
+    for h, H in zip(coarse, fine, strict=True):
+        steps = torch.arange(H, device=order.device) // (H // h)
+        cell = cell.unsqueeze(-1) * h + steps.clamp(max=h - 1)
+    rank = order.argsort(dim=1)  # the inverse permutation: cell -> its place in the order
+    return rank[:, cell.flatten()].argsort(dim=1, stable=True)
+
+
+def enlarged_count(k: int, coarse: Shape, fine: Shape) -> int:
+    """round(k · n_fine / n_coarse): the number of positions that go with k cells of the coarser grid."""
+    return round(k * math.prod(fine) / math.prod(coarse))
+
+
+def _count(shape: Shape, ratio: float) -> int:
+    n = math.prod(shape)
+    k = index(
+        round(ratio * n)
+    )  # `index`: a constant under `torch.compile`, even if the ratio changes in training
+    if k == 0:
+        raise ValueError(
+            f"image too small for the mask: ratio {ratio} keeps none of the {n} cells of grid {shape}; "
+            f"use a larger image, or a ratio above 1/{2 * n} ({0.5 / n:.4g}), which keeps one"
+        )
+    return k
+
+
+def _generators(shape: Shape, ratios: Sequence[float]) -> tuple[list[int], int]:
+    """Multipliers a and modulus m of the lattice v(x) = Σ aᵢxᵢ mod m, whose windows are the kept sets."""
+    n, d = math.prod(shape), len(shape)
+    ratio_of = {_count(shape, r): r for r in ratios}
+    ratio_of.pop(n, None)  # keeping everything nests with any pattern
+    if len(ratio_of) == 1:
+        ((k, r),) = ratio_of.items()
+        if d == 1:  # steps of n / k, as even as integers allow
+            return [k], n
+        q = min(r, 1 - r)
+        s = index(round(1 / q))
+        if abs(q * s - 1) < 1e-6:  # r = 1/s or 1 − 1/s: the classes (i + j) mod s
+            return [1] * d, s
+    # Windows of every length are evenly spread on the lattice aᵢ = φ⁻ⁱ with φ^(d+1) = φ + 1 (golden ratio for
+    # d = 1, plastic number for d = 2), here in units of 2^-32.
+    phi = 2.0
+    for _ in range(64):
+        phi = (1 + phi) ** (1 / (d + 1))
+    return [round(2**32 / phi**i) for i in range(1, d + 1)], 2**32
+
+
+def _lattice(shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
+    """Positions sorted by v(x), read cyclically from a random start: the first k are a window of the lattice.
+
+    Starts are u·g with g = gcd(n, k₁, k₂, …), u = key mod n / g. Every window is a union of blocks of g, so
+    over all starts each position is kept equally often, exactly; and where all classes of v have one size,
+    it is a union of whole classes.
+    """
+    shape = tuple(index(size) for size in shape if size > 1) or (1,)  # a 1 × n image is a line, not a plane
+    n = math.prod(shape)
+    a, m = _generators(shape, ratios)
+    v = torch.zeros((), dtype=torch.int64, device=key.device)
+    for multiplier, size in zip(a, shape, strict=True):
+        v = v.unsqueeze(-1) + multiplier * torch.arange(size, device=key.device)
+    g = math.gcd(n, *[_count(shape, r) for r in ratios])
+    start = key % (n // g) * g
+    places = (start[:, None] + torch.arange(n, device=key.device)) % n
+    return (v.flatten() % m).argsort(stable=True)[places]
+
+
+def _random(shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
+    """Positions sorted by a hash: a uniform subset for every k."""
+    positions = torch.arange(math.prod(shape), device=key.device)
+    return _fold(key[:, None], positions).argsort(dim=1, stable=True)
+
+
+def _jitter(shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
+    """One random position in each stretch [⌊mn/k⌋, ⌊(m+1)n/k⌋), m < k; smaller k choose among the chosen."""
+    n = math.prod(shape)
+    chosen = torch.arange(n, device=key.device).expand(len(key), n)
+    rank = torch.full_like(chosen, n)  # the smallest k for which a position is chosen
+    for k in sorted({_count(shape, r) for r in ratios}, reverse=True):
+        m = torch.arange(k + 1, device=key.device)
+        draws = _fold(key[:, None], m + (k << 16))  # values that no other k uses: choices must be independent
+        edges = m * n // k
+        picks = edges[:-1] + draws[:, :-1] % edges.diff()
+        if n % k:  # unequal stretches: a uniform rotation makes the frequencies equal again
+            picks = (picks + draws[:, -1:]) % n
+        chosen, n = chosen.gather(1, picks), k
+        rank = rank.scatter(1, chosen, k)
+    return rank.argsort(dim=1, stable=True)
+
+
+def _positions(shape: Shape) -> Shape:
+    return shape
+
+
+def _columns(shape: Shape) -> Shape:
+    """(t, h, w) -> (1, h, w): all frames share one spatial pattern."""
+    return (1,) * (len(shape) - 2) + shape[-2:]
+
+
+def _frames(shape: Shape) -> Shape:
+    """(t, h, w) -> (t, 1, 1): whole frames."""
+    if len(shape) != 3:
+        names = [name for name, sampler in SAMPLERS.items() if getattr(sampler, "units", None) is not _frames]
+        raise ValueError(
+            f"samplers of frames need a video grid (t, h, w), found {shape}; for images use one of {names}"
+        )
+    return (shape[0], 1, 1)
+
+
+@dataclass(frozen=True)
+class UnitSampler:
+    """Orders the units of a grid (positions, columns or frames: a coarser grid), enlarged to positions."""
+
+    units: Callable[[Shape], Shape]
+    order: Sampler
+
+    def __call__(self, shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
+        units = self.units(shape)
+        return enlarge(self.order(units, ratios, key), units, shape)
+
+
+SAMPLERS: dict[str, Sampler] = {
+    "grid": UnitSampler(_columns, _lattice),
+    "random": UnitSampler(_positions, _random),
+    "frames": UnitSampler(_frames, _lattice),
+    "frames_jitter": UnitSampler(_frames, _jitter),
+    "checkerboard": UnitSampler(_positions, _lattice),
+}
+
+
+def resolve(sampler: str | Sampler) -> Sampler:
+    """The sampler of that name; a callable is its own."""
+    if callable(sampler):
+        return sampler
+    if sampler not in SAMPLERS:
+        raise ValueError(
+            f"unknown sampler {sampler!r}; use one of {list(SAMPLERS)} "
+            "or a callable (shape, ratios, key [samples]) -> order [samples, n]"
+        )
+    return SAMPLERS[sampler]
+
+
+def count(sampler: str | Sampler, shape: Shape, ratio: float) -> int:
+    """round(r · units) · positions per unit: the number kept. The units of a custom sampler are positions."""
+    units = getattr(resolve(sampler), "units", _positions)(shape)
+    return enlarged_count(_count(units, ratio), units, shape)
+
+
+def keep(order: Tensor, k: int) -> Tensor:
+    """The kept set: the first k positions of each order, ascending, [samples, k]."""
+    return order[:, :k].sort(dim=1).values

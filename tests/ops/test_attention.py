@@ -1,0 +1,93 @@
+import pytest
+import torch
+
+from torchsbp.ops import reference
+from torchsbp.ops.attention import Attention, AttentionSpec, attention_branch
+from torchsbp.ops.layers import Norm
+from torchsbp.ops.mlp import Backward
+
+from .helpers import RATIOS, assert_same_gradients, attention_params, gradients, kept_rows
+
+B, N, C, HEADS = 3, 20, 24, 3
+
+
+def inputs(**kw):
+    torch.manual_seed(0)
+    x = torch.randn(B, N, C, dtype=torch.float64, requires_grad=True)
+    return x, torch.randn_like(x), attention_params(C, HEADS, **kw)
+
+
+def spec_of(rule: str, **kw) -> AttentionSpec:
+    return AttentionSpec(HEADS, (C // HEADS) ** -0.5, rule=rule, **kw)
+
+
+def check(x, dy, p, rows, heads, spec, factor=None, how=Backward()):  # noqa: B008
+    ours = attention_branch(x, rows, p, spec, heads=heads, factor=factor, how=how)
+    theirs = reference.attention_branch(x, rows, p, spec, heads, factor, how.scope)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert_same_gradients(gradients(ours, dy, (x, *p)), gradients(theirs, dy, (x, *p)))
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("scope", ["branch", "block"])
+@pytest.mark.parametrize("rule", ["query", "qkv"])
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_rows_equal_reference(ratio, rule, scope, fused, recompute):
+    x, dy, p = inputs()
+    factor = torch.tensor([0.0, 1.0, 2.0], dtype=x.dtype)
+    spec = spec_of(rule, fused=fused)
+    check(x, dy, p, kept_rows(B, N, ratio), None, spec, factor, Backward(scope, recompute))
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("heads", [[0, 1, 2], [0, 2], [1]])
+def test_heads_equal_reference(heads, recompute):
+    x, dy, p = inputs(qk_norm=True)
+    spec = spec_of("head", qk_norm=Norm())
+    check(x, dy, p, None, torch.tensor(heads), spec, how=Backward(recompute=recompute))
+
+
+@pytest.mark.parametrize("rule", ["query", "qkv", "head"])
+@pytest.mark.parametrize("qk_norm", [None, Norm(1e-5), Norm(1e-6, "rms")])
+@pytest.mark.parametrize("bias,scale", [(True, False), (False, True), (False, False)])
+def test_variants_equal_reference(rule, qk_norm, bias, scale):
+    x, dy, p = inputs(bias=bias, scale=scale, qk_norm=qk_norm is not None)
+    if qk_norm is not None and qk_norm.kind == "rms":
+        p = p._replace(q_norm_bias=None, k_norm_bias=None)
+    rows, heads = (None, torch.tensor([1])) if rule == "head" else (kept_rows(B, N, 0.25), None)
+    check(x, dy, p, rows, heads, spec_of(rule, qk_norm=qk_norm))
+
+
+def test_rule_qkv_zeroes_the_map_outside_kept_rows_and_columns():
+    """The definition, as equations: dM_ij = 0 unless i and j are kept; dV_j = 0 unless j is kept."""
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(1, 1, 6, 4, dtype=torch.float64) for _ in range(4))
+    kept = torch.zeros(6, dtype=torch.bool).index_fill(0, torch.tensor([0, 2, 5]), True)
+    p = (q @ k.mT * 0.5).softmax(-1)
+    do = do * kept[:, None]
+    dm = p * (do @ v.mT - (do * (p @ v)).sum(-1, keepdim=True)) * (kept[:, None] & kept)
+    expected = dm @ k * 0.5, dm.mT @ q * 0.5, (p.mT @ do) * kept[:, None]
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    m, gated_v = reference.drop_qkv(q @ k.mT * 0.5, v, kept.view(1, 1, 6))
+    assert_same_gradients(torch.autograd.grad(m.softmax(-1) @ gated_v, (q, k, v), do), expected)
+
+
+def test_gradcheck_at_ratio_one():
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    p = attention_params(4, 2, qk_norm=True)
+    spec = AttentionSpec(2, 0.7, qk_norm=Norm())
+    assert torch.autograd.gradcheck(lambda x, *p: attention_branch(x, None, Attention(*p), spec), (x, *p))
+
+
+@pytest.mark.parametrize("frozen", range(11))
+def test_frozen_parameter_gets_no_gradient_and_the_others_keep_theirs(frozen):
+    x, dy, p = inputs(qk_norm=True)
+    rows, spec = kept_rows(B, N, 0.5), spec_of("query", qk_norm=Norm())
+    everything = gradients(attention_branch(x, rows, p, spec), dy, (x, *p))
+    p[frozen].requires_grad_(False)
+    ours = gradients(attention_branch(x, rows, p, spec), dy, (x, *p))
+    assert ours[frozen + 1] is None
+    for i, (a, b) in enumerate(zip(ours, everything, strict=True)):
+        assert i == frozen + 1 or torch.allclose(a, b, rtol=1e-12, atol=1e-14)

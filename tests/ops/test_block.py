@@ -1,0 +1,92 @@
+import pytest
+import torch
+
+from torchsbp.ops import reference
+from torchsbp.ops.attention import Attention, AttentionSpec
+from torchsbp.ops.block import transformer_block
+from torchsbp.ops.mlp import MLP, Backward, MLPSpec
+
+from .helpers import RATIOS, assert_same_gradients, attention_params, gradients, kept_rows, mlp_params
+
+B, N, C, HEADS = 3, 20, 24, 3
+
+
+def inputs(**kw):
+    torch.manual_seed(0)
+    x = torch.randn(B, N, C, dtype=torch.float64, requires_grad=True)
+    return x, torch.randn_like(x), attention_params(C, HEADS, **kw), mlp_params(C, 4 * C, **kw)
+
+
+def spec_of(rule: str) -> AttentionSpec:
+    return AttentionSpec(HEADS, (C // HEADS) ** -0.5, rule=rule)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("scope", ["branch", "block"])
+@pytest.mark.parametrize("rule", ["query", "qkv"])
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_equals_reference(ratio, rule, scope, recompute):
+    x, dy, p1, p2 = inputs()
+    rows, spec = kept_rows(B, N, ratio), spec_of(rule)
+    factors = torch.tensor([[0.0, 1.0, 2.0], [2.0, 0.0, 1.0]], dtype=x.dtype).unbind()
+    ours = transformer_block(
+        x, rows, p1, spec, p2, MLPSpec(), factors=factors, how=Backward(scope, recompute)
+    )
+    middle = reference.attention_branch(x, rows, p1, spec, None, factors[0], scope)
+    theirs = reference.mlp_branch(middle, rows, p2, MLPSpec(), factors[1], scope)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    leaves = (x, *p1, *p2)
+    assert_same_gradients(gradients(ours, dy, leaves), gradients(theirs, dy, leaves))
+
+
+def test_without_biases_and_scales():
+    x, dy, p1, p2 = inputs(bias=False, scale=False)
+    rows = kept_rows(B, N, 0.5)
+    ours = transformer_block(x, rows, p1, spec_of("query"), p2, MLPSpec())
+    theirs = reference.mlp_branch(
+        reference.attention_branch(x, rows, p1, spec_of("query")), rows, p2, MLPSpec()
+    )
+    leaves = (x, *p1, *p2)
+    assert_same_gradients(gradients(ours, dy, leaves), gradients(theirs, dy, leaves))
+
+
+def test_gradcheck_at_ratio_one():
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    p1, p2 = attention_params(4, 2), mlp_params(4, 6)
+    spec, count = AttentionSpec(2, 0.7), len(p1)
+
+    def block(x, *p):
+        return transformer_block(x, None, Attention(*p[:count]), spec, MLP(*p[count:]), MLPSpec())
+
+    leaves = [t for t in (x, *p1, *p2) if t is not None]
+    slots = [i for i, t in enumerate((*p1, *p2)) if t is not None]
+
+    def dense(x, *given):
+        p = [None] * (len(p1) + len(p2))
+        for i, t in zip(slots, given, strict=True):
+            p[i] = t
+        return block(x, *p)
+
+    assert torch.autograd.gradcheck(dense, leaves)
+
+
+@pytest.mark.parametrize("rule", ["query", "qkv"])
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
+def test_saved_bytes_are_those_of_the_formula(rule, ratio):
+    """x (kept rows under "qkv"), attention output and log-sum-exp of kept rows, indices; nothing else."""
+    x, _, p1, p2 = inputs()
+    rows = kept_rows(B, N, ratio)
+    saved = 0
+    params = {t.data_ptr() for t in (*p1, *p2) if t is not None}
+
+    def pack(t):
+        nonlocal saved
+        saved += 0 if t.data_ptr() in params else t.numel() * t.element_size()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        transformer_block(x, rows, p1, spec_of(rule), p2, MLPSpec())
+    k = B * round(ratio * N)
+    x_rows = k if rule == "qkv" else B * N
+    assert saved == 8 * (x_rows * C + k * C + k * HEADS) + (0 if rows is None else 8 * k)

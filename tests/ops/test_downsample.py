@@ -1,0 +1,46 @@
+import pytest
+import torch
+
+from torchsbp.ops import reference
+from torchsbp.ops.downsample import Downsample, DownsampleSpec, downsample
+from torchsbp.ops.layers import Norm
+
+from .helpers import RATIOS, assert_same_gradients, downsample_params, gradients, kept_rows
+
+B, C, OUT = 2, 6, 10
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("size,kernel,stride", [((8, 12), 2, 2), ((9, 11), 2, 2), ((11, 9), 2, 3), ((8, 8), 4, 4)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_equals_reference(ratio, size, kernel, stride, bias, memory_format):
+    torch.manual_seed(0)
+    x = torch.randn(B, C, *size, dtype=torch.float64).to(memory_format=memory_format).requires_grad_()
+    p = downsample_params(C, OUT, kernel, bias=bias)
+    h, w = ((s - kernel) // stride + 1 for s in size)
+    rows = kept_rows(B, h * w, max(ratio, 1 / (h * w)))
+    ours = downsample(x, rows, p, DownsampleSpec((stride, stride)))
+    theirs = reference.downsample(x, rows, (*p[:2], Norm()), p.weight, p.bias, stride)
+    assert torch.equal(ours, theirs)
+    dy = torch.randn_like(ours)
+    assert_same_gradients(gradients(ours, dy, (x, *p)), gradients(theirs, dy, (x, *p)))
+
+
+def test_gradcheck_at_ratio_one():
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True)
+    p = downsample_params(3, 4, 2)
+    assert torch.autograd.gradcheck(
+        lambda x, *p: downsample(x, None, Downsample(*p), DownsampleSpec((2, 2))), (x, *p)
+    )
+
+
+def test_saves_only_kept_patches():
+    torch.manual_seed(0)
+    x = torch.randn(B, C, 8, 8, dtype=torch.float64, requires_grad=True)
+    p, rows = downsample_params(C, OUT, 2), kept_rows(B, 16, 0.25)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        downsample(x, rows, p, DownsampleSpec((2, 2)))
+    assert saved[:2] == [(B * 4 * 4, C), (B * 4,)]

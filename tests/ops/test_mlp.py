@@ -1,0 +1,85 @@
+import pytest
+import torch
+
+from torchsbp.ops import reference
+from torchsbp.ops.layers import ACTIVATIONS, Norm
+from torchsbp.ops.mlp import MLP, Backward, MLPSpec, mlp_branch
+
+from .helpers import RATIOS, assert_same_gradients, gradients, kept_rows, mlp_params
+
+B, N, C, HIDDEN = 3, 20, 8, 24
+
+
+def inputs(**kw):
+    torch.manual_seed(0)
+    x = torch.randn(B, N, C, dtype=torch.float64, requires_grad=True)
+    return x, torch.randn_like(x), mlp_params(C, HIDDEN, **kw)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("scope", ["branch", "block"])
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_equals_reference(ratio, scope, recompute):
+    x, dy, p = inputs()
+    rows = kept_rows(B, N, ratio)
+    factor = torch.tensor([0.0, 1.0, 2.0], dtype=x.dtype)
+    how = Backward(scope, recompute)
+    ours = mlp_branch(x, rows, p, factor=factor, how=how)
+    theirs = reference.mlp_branch(x, rows, p, MLPSpec(), factor, scope)
+    assert torch.equal(ours, theirs)
+    assert_same_gradients(gradients(ours, dy, (x, *p)), gradients(theirs, dy, (x, *p)))
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("norm", [Norm(1e-5), Norm(1e-6, "rms")])
+@pytest.mark.parametrize("bias,scale", [(True, False), (False, True), (False, False)])
+def test_variants_equal_reference(act, norm, bias, scale):
+    x, dy, p = inputs(bias=bias, scale=scale)
+    if norm.kind == "rms":
+        p = p._replace(norm_bias=None)
+    rows = kept_rows(B, N, 0.5, shared=True)
+    spec = MLPSpec(norm, act)
+    ours, theirs = mlp_branch(x, rows, p, spec), reference.mlp_branch(x, rows, p, spec)
+    assert torch.equal(ours, theirs)
+    assert_same_gradients(gradients(ours, dy, (x, *p)), gradients(theirs, dy, (x, *p)))
+
+
+def test_without_residual_on_channels_first_maps():
+    """As ConvNeXt uses it: a permuted view, the residual added elsewhere."""
+    torch.manual_seed(0)
+    x = torch.randn(B, C, 4, 5, dtype=torch.float64, requires_grad=True)
+    p, rows, dy = mlp_params(C, HIDDEN), kept_rows(B, 20, 0.25), torch.randn(B, 4, 5, C, dtype=torch.float64)
+    view = x.permute(0, 2, 3, 1)
+    ours = mlp_branch(view, rows, p, residual=False)
+    theirs = reference.gate(reference.mlp(view, p, MLPSpec()), rows)
+    assert torch.equal(ours, theirs)
+    assert_same_gradients(gradients(ours, dy, (x, *p)), gradients(theirs, dy, (x, *p)))
+
+
+def test_gradcheck_at_ratio_one():
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    p = mlp_params(4, 6)
+    assert torch.autograd.gradcheck(lambda x, *p: mlp_branch(x, None, MLP(*p)), (x, *p))
+
+
+def test_weight_scale_multiplies_weight_gradients_only():
+    x, dy, p = inputs()
+    rows = kept_rows(B, N, 0.25)
+    plain = gradients(mlp_branch(x, rows, p), dy, (x, *p))
+    scaled = gradients(mlp_branch(x, rows, p, how=Backward(weight_scale=4.0)), dy, (x, *p))
+    assert torch.equal(plain[0], scaled[0])
+    for a, b in zip(plain[1:], scaled[1:], strict=True):
+        assert torch.equal(4 * a, b)
+
+
+@pytest.mark.parametrize("frozen", range(7))
+def test_frozen_parameter_gets_no_gradient_and_the_others_keep_theirs(frozen):
+    x, dy, p = inputs()
+    rows = kept_rows(B, N, 0.5)
+    everything = gradients(mlp_branch(x, rows, p), dy, (x, *p))
+    p[frozen].requires_grad_(False)
+    ours = gradients(mlp_branch(x, rows, p), dy, (x, *p))
+    assert ours[frozen + 1] is None
+    for i, (a, b) in enumerate(zip(ours, everything, strict=True)):
+        assert i == frozen + 1 or torch.allclose(a, b, rtol=1e-12, atol=0)
