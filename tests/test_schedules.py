@@ -38,7 +38,7 @@ def test_a_list_of_the_right_length_is_itself(ratios):
 
 
 def test_a_list_of_the_wrong_length_says_found_and_needed():
-    text = "keep_ratio lists 3 ratios for 8 SBP blocks; give 8 of them, a pair (first, last), or one number for all"
+    text = "keep_ratio lists 3 ratios for 8 SBP blocks; give 8 of them, a pair (first, last), or one number"
     with pytest.raises(ValueError, match=re.escape(text)):
         over_depth([0.2, 0.3, 0.4], 8)
 

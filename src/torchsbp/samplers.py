@@ -69,9 +69,7 @@ def enlarged_count(k: int, coarse: Shape, fine: Shape) -> int:
 
 def _count(shape: Shape, ratio: float) -> int:
     n = math.prod(shape)
-    k = index(
-        round(ratio * n)
-    )  # `index`: a constant under `torch.compile`, even if the ratio changes in training
+    k = index(round(ratio * n))  # `index`: a constant under `torch.compile`, also after the ratio has changed
     if k == 0:
         raise ValueError(
             f"image too small for the mask: ratio {ratio} keeps none of the {n} cells of grid {shape}; "
@@ -105,8 +103,8 @@ def _lattice(shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
     """Positions sorted by v(x), read cyclically from a random start: the first k are a window of the lattice.
 
     Starts are u·g with g = gcd(n, k₁, k₂, …), u = key mod n / g. Every window is a union of blocks of g, so
-    over all starts each position is kept equally often, exactly; and where all classes of v have one size,
-    it is a union of whole classes.
+    over all starts each position is kept equally often, exactly. Where all classes of v have one size, every
+    window is a union of whole classes.
     """
     shape = tuple(index(size) for size in shape if size > 1) or (1,)  # a 1 × n image is a line, not a plane
     n = math.prod(shape)

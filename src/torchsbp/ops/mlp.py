@@ -135,5 +135,5 @@ class _MLPBranch(torch.autograd.Function):
             base = dy if ctx.how.scope == "branch" else torch.zeros_like(dy)
             dx = R.put(base, rows, kept_dy + dx)
         else:
-            dx = R.put(dy.new_zeros(ctx.shape, dtype=dx.dtype), rows, dx)
+            dx = R.put(x.new_zeros(ctx.shape), rows, dx)
         return dx, None, None, None, None, None, *scaled(grads, ctx.how.weight_scale)

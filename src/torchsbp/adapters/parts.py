@@ -1,0 +1,200 @@
+"""What a block is made of: dotted names of its parts, and a check that each part is one the ops know.
+
+An adapter describes a block by these; nothing here runs a model.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import nn
+
+from ..ops.layers import Norm
+
+NORMS = {
+    "torch.nn.modules.normalization.LayerNorm": "layer",
+    "torch.nn.modules.normalization.RMSNorm": "rms",
+    "timm.layers.norm.LayerNorm": "layer",
+    "timm.layers.norm.LayerNorm2d": "layer",
+    "timm.layers.norm.RmsNorm": "rms",
+    "torchvision.models.convnext.LayerNorm2d": "layer",
+}
+ACTIVATIONS = {
+    "torch.nn.modules.activation.GELU": "gelu",
+    "torch.nn.modules.activation.SiLU": "silu",
+    "torch.nn.modules.activation.ReLU": "relu",
+    "timm.layers.activations.GELU": "gelu",
+    "timm.layers.activations.GELUTanh": "gelu_tanh",
+    "timm.layers.activations.QuickGELU": "quick_gelu",
+}
+DROP_PATHS = (
+    "torch.nn.modules.linear.Identity",
+    "timm.layers.drop.DropPath",
+    "torchvision.ops.stochastic_depth.StochasticDepth",
+)
+
+
+def qualified(module: nn.Module | type) -> str:
+    """The full name of a class, or of a module's class."""
+    cls = module if isinstance(module, type) else type(module)
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def find(module: Any, name: str) -> Any:
+    """The part of that dotted name, None where there is none. ``""`` means the block has no such part."""
+    if not name:
+        return None
+    for step in name.split("."):
+        module = getattr(module, step, None)
+        if module is None:
+            return None
+    return module
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Dotted names in a block. ``idle`` names parts that must do nothing: inner dropout, extra norms, gates."""
+
+    idle: tuple[str, ...] = ()
+
+    def problems(self, block: nn.Module) -> Iterator[str]:
+        """Why the ops can't run this block, one sentence each; nothing if they can."""
+        for name in self.idle:
+            part = find(block, name)
+            if not (part is None or isinstance(part, nn.Identity) or _idle_dropout(part)):
+                yield f"{name} is {part}, which is not supported (allowed: absent, Identity, Dropout with p=0)"
+        for field in fields(self):
+            check = _CHECKS.get(field.name)
+            name = getattr(self, field.name)
+            if check is not None and name:
+                yield from check(name, find(block, name))
+
+
+@dataclass(frozen=True)
+class TransformerBlock(Parts):
+    """``x + drop1(scale1(proj(attention(norm1(x)))))``, then ``x + drop2(scale2(fc2(act(fc1(norm2(x))))))``."""
+
+    norm1: str = "norm1"
+    attention: str = "attn"
+    qkv: str = "attn.qkv"
+    q_norm: str = "attn.q_norm"
+    k_norm: str = "attn.k_norm"
+    proj: str = "attn.proj"
+    scale1: str = "ls1.gamma"
+    drop1: str = "drop_path1"
+    norm2: str = "norm2"
+    fc1: str = "mlp.fc1"
+    act: str = "mlp.act"
+    fc2: str = "mlp.fc2"
+    scale2: str = "ls2.gamma"
+    drop2: str = "drop_path2"
+
+    def problems(self, block: nn.Module) -> Iterator[str]:
+        yield from super().problems(block)
+        attention = find(block, self.attention)
+        if not isinstance(getattr(attention, "num_heads", None), int):
+            yield f"{self.attention} has no num_heads"
+        norms = [find(block, name) for name in (self.q_norm, self.k_norm)]
+        if len({(type(n), getattr(n, "eps", None)) for n in norms}) > 1:
+            yield f"{self.q_norm} and {self.k_norm} differ: {norms}"
+
+
+@dataclass(frozen=True)
+class ConvBlock(Parts):
+    """``x + drop(scale(fc2(act(fc1(norm(conv(x)))))))`` on ``[B, C, H, W]``; fc1 and fc2 are Linear or 1×1 Conv2d."""
+
+    conv: str = "conv_dw"
+    norm: str = "norm"
+    fc1: str = "mlp.fc1"
+    act: str = "mlp.act"
+    fc2: str = "mlp.fc2"
+    scale: str = "gamma"
+    drop: str = "drop_path"
+
+
+@dataclass(frozen=True)
+class Downsample(Parts):
+    """``conv(norm(x))`` on ``[B, C, H, W]`` with stride ≥ kernel."""
+
+    norm: str = "0"
+    down: str = "1"
+
+
+def norm_of(module: nn.Module | None) -> Norm | None:
+    """What is static about a norm module, None for Identity or none."""
+    if module is None or isinstance(module, nn.Identity):
+        return None
+    return Norm(module.eps, NORMS[qualified(module)])  # type: ignore[arg-type]
+
+
+def activation_of(module: nn.Module) -> str:
+    name = ACTIVATIONS[qualified(module)]
+    return "gelu_tanh" if name == "gelu" and getattr(module, "approximate", "none") == "tanh" else name
+
+
+def _idle_dropout(part: Any) -> bool:
+    return isinstance(part, nn.Dropout) and part.p == 0
+
+
+def _check_norm(name: str, part: Any) -> Iterator[str]:
+    if part is None or qualified(part) not in NORMS:
+        yield f"{name} is {_class(part)}; supported norms: {', '.join(NORMS)}"
+    elif getattr(part, "_fast_norm", False):
+        yield f"{name} uses timm's fast norm; switch it off with timm.layers.set_fast_norm(False)"
+
+
+def _check_optional_norm(name: str, part: Any) -> Iterator[str]:
+    if part is not None and not isinstance(part, nn.Identity):
+        yield from _check_norm(name, part)
+
+
+def _check_linear(name: str, part: Any) -> Iterator[str]:
+    if type(part) is not nn.Linear and not _is_pointwise(part):
+        yield f"{name} is {_class(part)}; supported: torch.nn.Linear, torch.nn.Conv2d with a 1×1 kernel"
+
+
+def _is_pointwise(part: Any) -> bool:
+    return type(part) is nn.Conv2d and part.kernel_size == part.stride == (1, 1) and part.groups == 1
+
+
+def _check_activation(name: str, part: Any) -> Iterator[str]:
+    if qualified(part) not in ACTIVATIONS:
+        yield f"{name} is {_class(part)}; supported activations: {', '.join(ACTIVATIONS)}"
+
+
+def _check_drop_path(name: str, part: Any) -> Iterator[str]:
+    if part is not None and qualified(part) not in DROP_PATHS:
+        yield f"{name} is {_class(part)}; supported: {', '.join(DROP_PATHS)}"
+    elif getattr(part, "mode", "row") != "row":
+        yield f'{name} drops the whole batch at once (mode="{part.mode}"); supported: "row"'
+
+
+def _check_down(name: str, part: Any) -> Iterator[str]:
+    if type(part) is not nn.Conv2d or part.groups != 1:
+        yield f"{name} is {_class(part)}; supported: torch.nn.Conv2d with one group"
+    elif any(k > s for k, s in zip(part.kernel_size, part.stride, strict=True)):
+        yield f"{name} has kernel {part.kernel_size} > stride {part.stride}: its outputs share inputs"
+    elif part.padding != (0, 0) or part.dilation != (1, 1):
+        yield f"{name} has padding {part.padding} and dilation {part.dilation}; supported: 0 and 1"
+
+
+def _class(part: Any) -> str:
+    return "missing" if part is None else qualified(part)
+
+
+_CHECKS = {
+    "norm": _check_norm,
+    "norm1": _check_norm,
+    "norm2": _check_norm,
+    "q_norm": _check_optional_norm,
+    "k_norm": _check_optional_norm,
+    "qkv": _check_linear,
+    "proj": _check_linear,
+    "fc1": _check_linear,
+    "fc2": _check_linear,
+    "act": _check_activation,
+    "drop": _check_drop_path,
+    "drop1": _check_drop_path,
+    "drop2": _check_drop_path,
+    "down": _check_down,
+}

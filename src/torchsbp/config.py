@@ -1,0 +1,81 @@
+"""SBPConfig: everything a user can choose, validated when it is made."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from . import samplers, schedules
+from .ops.attention import RULES
+
+SCOPES = ("branch", "block")
+SCALES = ("none", "weight")
+
+KeepRatio = schedules.Ratio | schedules.Milestones
+Blocks = None | float | Sequence[int] | Sequence[str] | Callable[[str, nn.Module], bool]
+
+
+@dataclass(frozen=True)
+class SBPConfig:
+    """How a model is trained with stochastic backpropagation.
+
+    - ``keep_ratio``: share of positions that get gradients, in (0, 1]. A number, a pair (first, last sampled block), a
+      list with one ratio per sampled block, or ``schedules.Milestones`` over training.
+    - ``sampler``: a name in ``samplers.SAMPLERS`` or a callable of that type.
+    - ``attention``: which gradients an attention layer drops: "query", "qkv" or "head".
+    - ``blocks``: which blocks are sampled. None: the recipe of the model's family; a fraction of the blocks (counted
+      from the end the recipe samples first); block indices; block names (``*`` matches); or a filter (name, module) -> bool.
+    - ``scope``: "branch" keeps the residual path's gradient everywhere, "block" gates it too.
+    - ``per_sample``: a mask for every image instead of one for the batch.
+    - ``scale``: "weight" multiplies weight gradients of sampled blocks by 1/r (unbiased for SGD), "none" does not.
+    - ``recompute``: recompute kept rows in backward and run the blocks that are not sampled leanly too, with exact
+      gradients (least memory); False saves what backward needs of kept rows and leaves other blocks as they are.
+    - ``seed``: masks are a pure function of (seed, step, rank).
+    """
+
+    keep_ratio: KeepRatio = 0.5
+    sampler: str | samplers.Sampler = "grid"
+    attention: str = "query"
+    blocks: Blocks = None
+    scope: str = "branch"
+    per_sample: bool = False
+    scale: str = "none"
+    recompute: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keep_ratio", schedules.validate(self.keep_ratio))
+        samplers.resolve(self.sampler)
+        one_of("attention", self.attention, RULES)
+        one_of("scope", self.scope, SCOPES)
+        one_of("scale", self.scale, SCALES)
+        for name in ("per_sample", "recompute"):
+            one_of(name, getattr(self, name), (True, False))
+        if isinstance(self.blocks, (bool, str)) or (
+            isinstance(self.blocks, (int, float)) and not 0 < self.blocks <= 1
+        ):
+            raise ValueError(
+                f"blocks={self.blocks!r} is not allowed; use None (the family's recipe), a fraction in (0, 1], a list of "
+                'block indices, a list of block names such as ["blocks.4"], or a filter (name, module) -> bool'
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise TypeError(f"seed must be an int, got {self.seed!r}")
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> "SBPConfig":
+        """A named recipe: "default" (ours) or "paper" (the image paper's), with any field changed."""
+        one_of("preset", name, PRESETS)
+        return replace(PRESETS[name], **changes)
+
+
+def one_of(name: str, value: Any, allowed: Any) -> None:
+    if not any(value is a or (isinstance(value, str) and value == a) for a in allowed):
+        names = ", ".join(repr(a) for a in allowed)
+        raise ValueError(f"{name}={value!r} is not allowed; allowed: {names}")
+
+
+PRESETS = {
+    "default": SBPConfig(),
+    "paper": SBPConfig(keep_ratio=0.5, sampler="grid", attention="qkv"),
+}

@@ -1,0 +1,46 @@
+"""sbp_frames: a frame encoder that backpropagates through sampled frames only."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from . import samplers, schedules
+from .ops.frames import encode_frames
+
+
+def sbp_frames(
+    encoder: Callable[[Tensor], Tensor],
+    video: Tensor,
+    keep_ratio: float = 0.5,
+    *,
+    step: int | Tensor,
+    sampler: str | samplers.Sampler = "frames",
+    seed: int = 0,
+    rank: int = 0,
+    chunk: int | None = None,
+) -> Tensor:
+    """Encode every frame of ``video [B, T, ...]`` to ``[B, T, ...]``, with gradients through a sampled share of frames.
+
+    For models that encode frames apart and relate them later. The frames are a pure function of (seed, step, rank) and
+    shared by the batch; the others run without gradients, ``chunk`` frames at a time.
+    """
+    ratio = schedules.check_ratio(keep_ratio)
+    refuse_batch_norm(encoder)
+    frames = video.shape[1]
+    count = torch.as_tensor(step, dtype=torch.int64, device=video.device)
+    order = samplers.resolve(sampler)((frames, 1, 1), (ratio,), samplers.draw_key(seed, count, rank, 1))
+    keep = samplers.keep(order, samplers.count(sampler, (frames, 1, 1), ratio))[0]
+    return encode_frames(encoder, video, keep, chunk)
+
+
+def refuse_batch_norm(encoder: Callable[[Tensor], Tensor]) -> None:
+    """Batch statistics of kept and dropped frames differ, so the split would change the forward pass."""
+    if not isinstance(encoder, nn.Module):
+        return
+    for name, module in encoder.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise ValueError(
+                f"{name or 'the encoder'} is a batch norm in training mode: its statistics would differ between kept and "
+                "dropped frames. Freeze it with .eval(), or replace it by a norm that does not look across frames."
+            )

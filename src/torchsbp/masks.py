@@ -1,0 +1,130 @@
+"""The kept rows of one backbone in the current training forward: drawn once, read by every sampled module."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import samplers
+from .config import SBPConfig
+
+Grid = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Shrink:
+    """How a layer between two stages changes the grid: a convolution's kernel, stride and padding."""
+
+    kernel: Grid
+    stride: Grid
+    padding: Grid
+
+    def __call__(self, grid: Grid) -> Grid:
+        sizes = zip(grid, self.kernel, self.stride, self.padding, strict=True)
+        return tuple((n + 2 * p - k) // s + 1 for n, k, s, p in sizes)
+
+
+class Masks:
+    """One mask per training forward for all layers of a backbone, drawn on the coarsest grid that is sampled.
+
+    Sites are the sampled modules, in order: their names, stages and numbers of heads (0 where heads are not sampled), and
+    their ratios, None while a schedule has not been told the step. The step counter is a buffer of the entry module, so
+    that it follows the model to its device.
+    """
+
+    def __init__(
+        self,
+        config: SBPConfig,
+        prefix: int,
+        shrinks: tuple[Shrink | None, ...],
+        names: tuple[str, ...],
+        stages: tuple[int, ...],
+        heads: tuple[int, ...],
+    ) -> None:
+        self.config, self.prefix, self.shrinks = config, prefix, shrinks
+        self.names, self.stages, self.heads = names, stages, heads
+        self.ratios: tuple[float, ...] | None = None
+        self.batch = 0
+        self.grids: tuple[Grid, ...] | None = None
+        self.step: Tensor | None = None
+        self.rows: tuple[Tensor | None, ...] | None = None
+        self.kept_heads: tuple[Tensor | None, ...] | None = None
+
+    def begin(self, batch: int, grid: Grid, step: Tensor) -> None:
+        """A new forward has begun with this first grid. Masks are drawn now, or under no_grad when first needed."""
+        self.batch, self.step, self.rows = batch, step, None
+        grids = [grid]
+        for shrink in self.shrinks[1:]:
+            grids.append(grids[-1] if shrink is None else shrink(grids[-1]))
+        self.grids = tuple(grids)
+        if torch.is_grad_enabled():
+            self.draw()
+
+    def draw(self) -> None:
+        """Sample the kept rows of every site from (seed, step, rank), and count the step."""
+        if self.grids is None or self.step is None:
+            raise RuntimeError(
+                "a sampled block ran before the model's patch embedding or stem: SBP learns the image size there. "
+                "Call the model (or its forward_features), not its blocks alone."
+            )
+        if self.ratios is None:
+            raise RuntimeError(
+                "keep_ratio is a schedule over training: call torchsbp.set_step(model, step) before each step"
+            )
+        config = self.config
+        key = samplers.draw_key(config.seed, self.step, _rank(), self.batch if config.per_sample else 1)
+        coarse = self.grids[max(self.stages)]
+        order = samplers.resolve(config.sampler)(coarse, self.ratios, key)
+        drawn: dict[tuple[int, float], Tensor | None] = {}
+        for stage, ratio in zip(self.stages, self.ratios, strict=True):
+            if (stage, ratio) not in drawn:
+                drawn[stage, ratio] = None if ratio == 1 else self._rows(order, coarse, stage, ratio)
+        self.rows = tuple(drawn[site] for site in zip(self.stages, self.ratios, strict=True))
+        self.kept_heads = tuple(
+            self._heads(heads, ratio, key) for heads, ratio in zip(self.heads, self.ratios, strict=True)
+        )
+        self.step.add_(1)
+
+    def _rows(self, order: Tensor, coarse: Grid, stage: int, ratio: float) -> Tensor:
+        assert self.grids is not None
+        fine = self.grids[stage]
+        k = samplers.enlarged_count(samplers.count(self.config.sampler, coarse, ratio), coarse, fine)
+        positions = self.prefix + samplers.keep(samplers.enlarge(order, coarse, fine), k)
+        if self.prefix:
+            always = torch.arange(self.prefix, device=order.device).expand(positions.shape[0], -1)
+            positions = torch.cat([always, positions], 1)
+        first = torch.arange(self.batch, device=order.device) * self.positions(stage)
+        return (first[:, None] + positions).flatten()
+
+    def _heads(self, heads: int, ratio: float, key: Tensor) -> Tensor | None:
+        """Kept heads of a site under rule "head": a random subset, the same for the whole batch."""
+        if not heads or ratio == 1:
+            return None
+        order = samplers.SAMPLERS["random"]((heads,), (ratio,), key[:1])
+        return samplers.keep(order, samplers.count("random", (heads,), ratio))[0]
+
+    def positions(self, stage: int) -> int:
+        """Rows per sample."""
+        assert self.grids is not None
+        return self.prefix + math.prod(self.grids[stage])
+
+    def rows_of(self, site: int, batch: int, positions: int) -> tuple[Tensor | None, Tensor | None]:
+        """Kept rows and kept heads of a site whose input has that many samples and rows per sample."""
+        if self.rows is None:
+            self.draw()
+        assert self.rows is not None and self.kept_heads is not None and self.grids is not None
+        expected = self.positions(self.stages[site])
+        if batch != self.batch or positions != expected:
+            raise ValueError(
+                f"{self.names[site]} was given {batch} samples of {positions} positions, but the image gives {self.batch} "
+                f"samples of {expected} ({self.prefix} prefix tokens and a grid {self.grids[self.stages[site]]}). Tokens "
+                "that were dropped, merged or added between the patch embedding and the blocks (patch_drop_rate, for "
+                "example) can't be mapped to the grid: switch that off."
+            )
+        return self.rows[site], self.kept_heads[site]
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0

@@ -1,0 +1,270 @@
+"""apply, remove, kept, set_step: patch a model in place and undo it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from . import schedules
+from .adapters import ADAPTERS, match
+from .adapters.base import Adapter, Stage
+from .adapters.parts import ConvBlock, Downsample, Parts, TransformerBlock, find, qualified
+from .config import KeepRatio, SBPConfig
+from .masks import Masks, Shrink
+from .sites import (
+    STEP,
+    Binding,
+    ConvSite,
+    DownsampleSite,
+    EntryBinding,
+    EntrySite,
+    SampledSite,
+    Site,
+    TransformerSite,
+    bind,
+    unbind,
+)
+
+Model = TypeVar("Model", bound=nn.Module)
+
+SITES: dict[type[Parts], type[SampledSite]] = {
+    TransformerBlock: TransformerSite,
+    ConvBlock: ConvSite,
+    Downsample: DownsampleSite,
+}
+
+
+@dataclass
+class Place:
+    """A module to patch: its name, stage and parts, and its ratio's place over depth (None: not sampled)."""
+
+    name: str
+    module: nn.Module
+    stage: int
+    parts: Parts
+    depth: int | None
+
+
+def apply(
+    model: Model,
+    keep_ratio: KeepRatio | None = None,
+    *,
+    config: SBPConfig | None = None,
+    **options: Any,
+) -> Model:
+    """Turn on stochastic backpropagation: in training, sampled blocks get gradients from kept positions only.
+
+    In place; options are the fields of ``SBPConfig`` and change ``config`` (the default preset unless given). Patch
+    before ``torch.compile``, DDP or FSDP. Nothing is changed if an error is raised.
+    """
+    config = SBPConfig.preset("default") if config is None else config
+    if keep_ratio is not None:
+        options["keep_ratio"] = keep_ratio
+    unknown = sorted(set(options) - set(SBPConfig.__dataclass_fields__))
+    if unknown:
+        allowed = ", ".join(SBPConfig.__dataclass_fields__)
+        raise TypeError(f"unknown option {', '.join(unknown)}; allowed: {allowed}")
+    config = replace(config, **options)
+    patched = [name for name, _ in patched_modules(model)]
+    if patched:
+        raise ValueError(
+            f"the model is already patched ({len(patched)} modules, first {patched[0]!r}); "
+            "call torchsbp.remove(model) first to change the configuration"
+        )
+    backbones = list(find_backbones(model))
+    if not backbones:
+        raise ValueError(nothing_found(model))
+    plans = [(name, module, adapter, places(module, adapter, config)) for name, module, adapter in backbones]
+    for name, module, adapter, found in plans:
+        bind_backbone(name, module, adapter, found, config)
+    return model
+
+
+def remove(model: Model) -> Model:
+    """Undo ``apply``: every module is of its own class again, nothing of ours is left."""
+    modules = list(patched_modules(model))
+    if not modules:
+        raise ValueError("the model is not patched: there is nothing to remove")
+    for name, module in modules:
+        if "sbp_origin" not in type(module).__dict__:
+            raise ValueError(
+                f"{name} was wrapped after torchsbp.apply (it is {qualified(module)}); remove before sharding the model"
+            )
+    for _, module in modules:
+        unbind(module)
+    return model
+
+
+def kept(model: nn.Module) -> dict[str, Tensor]:
+    """Site name -> kept positions ``[B, k]`` of the last training forward; class and register tokens come first."""
+    result = {}
+    for prefix, entry in entries(model):
+        masks: Masks = entry.sbp.masks
+        if masks.rows is None:
+            raise RuntimeError("no training forward has run since torchsbp.apply: there are no kept positions yet")
+        for name, stage, rows in zip(masks.names, masks.stages, masks.rows, strict=True):
+            n = masks.positions(stage)
+            everything = torch.arange(masks.batch * n, device=entry.get_buffer(STEP).device)
+            result[prefix + name] = (everything if rows is None else rows).view(masks.batch, -1) % n
+    if not result:
+        raise ValueError("the model is not patched: call torchsbp.apply(model) first")
+    return result
+
+
+def set_step(model: nn.Module, step: int) -> None:
+    """Tell a patched model where training is: masks continue from this step, a keep-ratio schedule takes its value.
+
+    The step counts training forwards by itself; call this after resuming, and before each step with a schedule.
+    """
+    found = list(entries(model))
+    if not found:
+        raise ValueError("the model is not patched: call torchsbp.apply(model) first")
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"step must be an integer >= 0, got {step!r}")
+    for _, entry in found:
+        entry.get_buffer(STEP).fill_(step)
+        masks: Masks = entry.sbp.masks
+        masks.ratios = ratios_of(masks.config, entry.sbp.depths, step)
+
+
+def patched_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, Site))
+
+
+def entries(model: nn.Module) -> Iterator[tuple[str, EntrySite]]:
+    """The entry of every patched backbone, with the prefix of that backbone's names."""
+    for _, module in patched_modules(model):
+        if isinstance(module, EntrySite):
+            yield module.sbp.prefix, module
+
+
+def find_backbones(model: nn.Module) -> Iterator[tuple[str, nn.Module, Adapter]]:
+    for name, module in model.named_modules():
+        adapter = match(module)
+        if adapter is not None:
+            yield name, module, adapter
+
+
+def nothing_found(model: nn.Module) -> str:
+    blocks = {
+        qualified(child)
+        for parent in model.modules()
+        if isinstance(parent, (nn.Sequential, nn.ModuleList))
+        for child in parent
+        if not qualified(child).startswith("torch.nn.")
+    }
+    supported = "; ".join(f"{a.name} ({', '.join(a.blocks)})" for a in ADAPTERS)
+    return (
+        f"nothing to patch in {qualified(model)}: its blocks are {', '.join(sorted(blocks)) or 'not recognisable'}. "
+        f"Supported: {supported}. For your own position-wise layers use torchsbp.sbp(fn, x, keep, dim)."
+    )
+
+
+def places(model: nn.Module, adapter: Adapter, config: SBPConfig) -> list[Place]:
+    """The modules to patch, in the order they run; an error that lists every reason why that is not possible."""
+    stages = adapter.stages(model)
+    sampled = choose_blocks(model, adapter, stages, config)
+    found: list[Place] = []
+    problems: list[str] = []
+    depth = 0
+    for index, stage in enumerate(stages):
+        chosen = [name in sampled for name in stage.blocks]
+        layers: list[tuple[str, Parts | None, bool]] = []
+        if stage.downsample and adapter.downsample is not None:
+            layers.append((stage.downsample, adapter.downsample, bool(chosen) and chosen[0]))
+        for name, is_sampled in zip(stage.blocks, chosen, strict=True):
+            layers.append((name, adapter.blocks.get(qualified(find(model, name))), is_sampled))
+        for name, parts, is_sampled in layers:
+            if not (is_sampled or config.recompute):
+                continue
+            module = find(model, name)
+            if parts is None:
+                problems.append(f"{name} is {qualified(module)}; supported: {', '.join(adapter.blocks)}")
+                continue
+            problems += [f"{name}: {problem}" for problem in parts.problems(module)]
+            found.append(Place(name, module, index, parts, depth if is_sampled else None))
+            depth += is_sampled and name in stage.blocks
+    if problems:
+        shown = "\n  ".join(problems[:12]) + (f"\n  … and {len(problems) - 12} more" if len(problems) > 12 else "")
+        raise ValueError(f"{adapter.name}: this model has parts that SBP does not support:\n  {shown}")
+    return found
+
+
+def choose_blocks(model: nn.Module, adapter: Adapter, stages: list[Stage], config: SBPConfig) -> set[str]:
+    """The names of the sampled blocks, from the option ``blocks``."""
+    names = [name for stage in stages for name in stage.blocks]
+    wanted = config.blocks
+    if wanted is None or isinstance(wanted, (int, float)):
+        depths = [len(stage.blocks) for stage in stages]
+        chosen = adapter.recipe(depths, wanted)
+        return {stage.blocks[i] for stage, picks in zip(stages, chosen, strict=True) for i in picks}
+    if callable(wanted):
+        result = {name for name in names if wanted(name, find(model, name))}
+    else:
+        result = set()
+        for item in wanted:
+            if isinstance(item, int) and -len(names) <= item < len(names):
+                matches = [names[item]]
+            else:
+                matches = [name for name in names if isinstance(item, str) and fnmatch(name, item)]
+            if not matches:
+                raise ValueError(
+                    f"blocks: {item!r} matches none of the {len(names)} blocks, {names[0]} … {names[-1]}"
+                )
+            result.update(matches)
+    if not result:
+        raise ValueError(f"blocks={wanted!r} selects none of the {len(names)} blocks, {names[0]} … {names[-1]}")
+    return result
+
+
+def bind_backbone(
+    name: str, model: nn.Module, adapter: Adapter, found: list[Place], config: SBPConfig
+) -> None:
+    sampled = [place for place in found if place.depth is not None]
+    masks = Masks(
+        config,
+        adapter.prefix(model),
+        tuple(shrink(model, stage) for stage in adapter.stages(model)),
+        tuple(place.name for place in sampled),
+        tuple(place.stage for place in sampled),
+        tuple(sampled_heads(place, config) for place in sampled),
+    )
+    depths = tuple(place.depth for place in sampled if place.depth is not None)
+    if not isinstance(config.keep_ratio, schedules.Milestones):
+        masks.ratios = ratios_of(config, depths, 0)
+    sites = {place.name: index for index, place in enumerate(sampled)}
+    for place in found:
+        bind(place.module, SITES[type(place.parts)], Binding(masks, sites.get(place.name), place.parts))
+    entry = find(model, adapter.entry)
+    device = next(model.parameters()).device
+    modules = [place.module for place in sampled]
+    bind(entry, EntrySite, EntryBinding(masks, adapter, modules, depths, f"{name}." if name else ""))
+    entry.register_buffer(STEP, torch.zeros((), dtype=torch.int64, device=device), persistent=False)
+
+
+def ratios_of(config: SBPConfig, depths: tuple[int, ...], step: int) -> tuple[float, ...]:
+    """The ratio of every site at this step; a down-sampling layer has that of the block after it."""
+    ratio = config.keep_ratio
+    if isinstance(ratio, schedules.Milestones):
+        ratio = ratio.at(step)
+    over_depth = schedules.over_depth(ratio, max(depths) + 1)
+    return tuple(over_depth[depth] for depth in depths)
+
+
+def shrink(model: nn.Module, stage: Stage) -> Shrink | None:
+    """What the layer into a stage does to the grid, from its last convolution."""
+    layer = find(model, stage.downsample)
+    convs = [] if layer is None else [m for m in layer.modules() if isinstance(m, nn.Conv2d)]
+    if not convs:
+        return None
+    conv = convs[-1]
+    return Shrink(conv.kernel_size, conv.stride, conv.padding)  # type: ignore[arg-type]
+
+
+def sampled_heads(place: Place, config: SBPConfig) -> int:
+    if config.attention != "head" or not isinstance(place.parts, TransformerBlock):
+        return 0
+    return int(find(place.module, place.parts.attention).num_heads)

@@ -1,0 +1,214 @@
+"""The modules that ``apply`` puts in place of a model's own: subclasses of their classes that run the ops in training.
+
+Each is a mixin that stands before the module's own class, so that eval mode, ``no_grad`` and everything it does not
+override are the module's own. Parameters are read from the module at every call: copies, sharding and surgery are seen.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .adapters import parts as P
+from .adapters.base import Adapter
+from .masks import Masks
+from .ops.attention import Attention, AttentionSpec, attention_branch
+from .ops.block import transformer_block
+from .ops.downsample import Downsample, DownsampleSpec, downsample
+from .ops.gate import gate
+from .ops.layers import autocast_dtype
+from .ops.mlp import MLP, Backward, MLPSpec, mlp_branch
+
+STEP = "sbp_step"
+
+
+@dataclass
+class Binding:
+    """What a site knows besides its own parameters: the masks, its place among them (None: exact), its parts."""
+
+    masks: Masks
+    site: int | None
+    parts: Any
+
+    def rows(self, batch: int, positions: int) -> tuple[Tensor | None, Tensor | None]:
+        return (None, None) if self.site is None else self.masks.rows_of(self.site, batch, positions)
+
+    def how(self, rows: Tensor | None, batch: int, positions: int) -> Backward:
+        config = self.masks.config
+        scale = 1.0 if rows is None or config.scale == "none" else batch * positions / rows.shape[0]
+        return Backward(config.scope, config.recompute, scale)
+
+
+class Site(nn.Module):
+    """A patched module. ``sbp`` is its binding."""
+
+    sbp: Any
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class is made at run time: pickle and deepcopy make it again instead of looking it up by name.
+        if "sbp_origin" not in type(self).__dict__:
+            return super().__reduce_ex__(protocol)
+        return _rebuild, type(self).__dict__["sbp_origin"], self.__dict__.copy()
+
+
+@functools.cache
+def bound_class(mixin: type[Site], base: type[nn.Module]) -> type[nn.Module]:
+    """The class of a patched module: the mixin's training forward, everything else from the module's own class."""
+    body = {"sbp_origin": (mixin, base), "__module__": base.__module__, "__doc__": base.__doc__}
+    return type(f"SBP{base.__name__}", (mixin, base), body)
+
+
+def _rebuild(mixin: type[Site], base: type[nn.Module]) -> nn.Module:
+    cls = bound_class(mixin, base)
+    return cls.__new__(cls)
+
+
+def bind(module: nn.Module, mixin: type[Site], binding: Any) -> None:
+    module.__class__ = bound_class(mixin, type(module))
+    module.sbp = binding
+
+
+def unbind(module: nn.Module) -> None:
+    module.__class__ = type(module).__dict__["sbp_origin"][1]
+    del module.sbp
+    module._buffers.pop(STEP, None)
+    module._non_persistent_buffers_set.discard(STEP)
+
+
+@dataclass
+class EntryBinding:
+    """What the entry knows: the sampled modules, their places over depth, and the prefix of their names."""
+
+    masks: Masks
+    adapter: Adapter
+    sites: list[nn.Module]
+    depths: tuple[int, ...]
+    prefix: str
+
+
+class EntrySite(Site):
+    """The patch embedding or stem: every forward begins here."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        y = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        entry: EntryBinding = self.sbp
+        if any(site.training for site in entry.sites):
+            entry.masks.begin(x.shape[0], entry.adapter.grid(self, x, y), self.get_buffer(STEP))
+        return y
+
+
+class SampledSite(Site):
+    """A module whose training forward runs one of the ops."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not (self.training and torch.is_grad_enabled()):
+            return super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        for value in (*args, *kwargs.values()):
+            if value is not None and value is not False:
+                raise ValueError(
+                    f"{type(self).__name__} was called with extra arguments in training ({args or kwargs}); SBP supports "
+                    "the plain call only. Leave this block out with the option blocks=…, or call torchsbp.remove(model)."
+                )
+        return self.run(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class TransformerSite(SampledSite):
+    def run(self, x: Tensor) -> Tensor:
+        b: Binding = self.sbp
+        parts: P.TransformerBlock = b.parts
+        batch, positions = x.shape[:2]
+        rows, heads = b.rows(batch, positions)
+        how = b.how(rows, batch, positions)
+        attention, attention_spec = self.attention(parts, "query" if b.site is None else b.masks.config.attention)
+        mlp, mlp_spec = mlp_of(self, parts.norm2, parts)
+        mlp = mlp._replace(scale=P.find(self, parts.scale2))
+        factors = (
+            drop_factor(P.find(self, parts.drop1), x, attention.scale),
+            drop_factor(P.find(self, parts.drop2), x, mlp.scale),
+        )
+        if attention_spec.rule != "head":
+            return transformer_block(
+                x, rows, attention, attention_spec, mlp, mlp_spec, factors=factors, how=how
+            )
+        x = attention_branch(x, None, attention, attention_spec, heads=heads, factor=factors[0], how=how)
+        return mlp_branch(x, rows, mlp, mlp_spec, factor=factors[1], how=how)
+
+    def attention(self, parts: P.TransformerBlock, rule: str) -> tuple[Attention, AttentionSpec]:
+        module, norm = P.find(self, parts.attention), P.find(self, parts.norm1)
+        qkv, proj = P.find(self, parts.qkv), P.find(self, parts.proj)
+        q_norm, k_norm = P.find(self, parts.q_norm), P.find(self, parts.k_norm)
+        params = Attention(
+            *affine(norm), *affine(qkv), *affine(q_norm), *affine(k_norm), *affine(proj), P.find(self, parts.scale1)
+        )  # fmt: skip
+        static = P.norm_of(norm)
+        assert static is not None
+        width = qkv.weight.shape[0] // (3 * module.num_heads)
+        scale = getattr(module, "scale", width**-0.5)
+        fused = getattr(module, "fused_attn", True)
+        return params, AttentionSpec(module.num_heads, scale, static, P.norm_of(q_norm), fused, rule)
+
+
+class ConvSite(SampledSite):
+    def run(self, x: Tensor) -> Tensor:
+        b: Binding = self.sbp
+        parts: P.ConvBlock = b.parts
+        u = P.find(self, parts.conv)(x).permute(0, 2, 3, 1)
+        batch, positions = u.shape[0], u.shape[1] * u.shape[2]
+        rows, _ = b.rows(batch, positions)
+        how = b.how(rows, batch, positions)
+        mlp, spec = mlp_of(self, parts.norm, parts)
+        scale = P.find(self, parts.scale)
+        mlp = mlp._replace(scale=None if scale is None else scale.flatten())
+        factor = drop_factor(P.find(self, parts.drop), x, scale)
+        y = mlp_branch(u, rows, mlp, spec, factor=factor, residual=False, how=how)
+        y = y.permute(0, 3, 1, 2) + x
+        if how.scope == "branch":
+            return y
+        return gate(y.permute(0, 2, 3, 1), rows).permute(0, 3, 1, 2)
+
+
+class DownsampleSite(SampledSite):
+    def run(self, x: Tensor) -> Tensor:
+        b: Binding = self.sbp
+        norm, conv = P.find(self, b.parts.norm), P.find(self, b.parts.down)
+        batch, positions = x.shape[0], (x.shape[2] // conv.stride[0]) * (x.shape[3] // conv.stride[1])
+        rows, _ = b.rows(batch, positions)
+        static = P.norm_of(norm)
+        assert static is not None
+        params = Downsample(*affine(norm), *affine(conv))
+        return downsample(x, rows, params, DownsampleSpec(conv.stride, static), b.how(rows, batch, positions))
+
+
+def affine(module: nn.Module | None) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias of a norm, linear or convolution layer; None where it has none."""
+    return getattr(module, "weight", None), getattr(module, "bias", None)
+
+
+def matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a linear layer or 1×1 convolution, as a matrix."""
+    weight, bias = affine(module)
+    assert weight is not None
+    return weight.flatten(1) if weight.dim() > 2 else weight, bias
+
+
+def mlp_of(block: nn.Module, norm_name: str, parts: Any) -> tuple[MLP, MLPSpec]:
+    norm = P.find(block, norm_name)
+    static = P.norm_of(norm)
+    assert static is not None
+    layers = P.find(block, parts.fc1), P.find(block, parts.fc2)
+    params = MLP(*affine(norm), *matrix(layers[0]), *matrix(layers[1]))
+    return params, MLPSpec(static, P.activation_of(P.find(block, parts.act)))
+
+
+def drop_factor(drop_path: nn.Module | None, x: Tensor, scale: Tensor | None) -> Tensor | None:
+    """Stochastic depth's factor per sample, drawn by the model's own module, so that it consumes the same randomness."""
+    if drop_path is None or isinstance(drop_path, nn.Identity):
+        return None
+    dtype = autocast_dtype(x) or x.dtype
+    dtype = dtype if scale is None else torch.promote_types(dtype, scale.dtype)
+    return drop_path(torch.ones(x.shape[0], *[1] * (x.dim() - 1), dtype=dtype, device=x.device)).flatten()
