@@ -27,9 +27,7 @@ def masks(name, shape, ratio, key, ratios=None):
 
 def units(name, shape):
     """The number of units that the sampler chooses among, and the positions in each."""
-    n = {"grid": math.prod(shape[-2:]), "frames": shape[0], "frames_jitter": shape[0]}.get(
-        name, math.prod(shape)
-    )
+    n = {"grid": math.prod(shape[-2:]), "frames": shape[0], "frames_jitter": shape[0]}.get(name, math.prod(shape))
     return n, math.prod(shape) // n
 
 
@@ -47,9 +45,7 @@ def test_orders_are_permutations(name, shape):
         assert torch.equal(order.sort().values, torch.arange(n).expand(3, n))
 
 
-@pytest.mark.parametrize(
-    "name, shape, ratio", [(*case, r) for case in CASES for r in possible(*case, RATIOS)]
-)
+@pytest.mark.parametrize("name, shape, ratio", [(*case, r) for case in CASES for r in possible(*case, RATIOS)])
 def test_counts_are_exact_and_whole_units_are_kept(name, shape, ratio):
     n, size = units(name, shape)
     k = round(ratio * n)
@@ -74,10 +70,7 @@ def test_same_inputs_same_order(name):
 
 @pytest.mark.parametrize("other", [{"step": 8}, {"seed": 4}, {"rank": 3}])
 def test_another_step_seed_or_rank_is_another_order(other):
-    orders = [
-        SAMPLERS["random"]((6, 6), (0.3,), key_of(**{"step": 7, "seed": 3, "rank": 2} | o))
-        for o in ({}, other)
-    ]
+    orders = [SAMPLERS["random"]((6, 6), (0.3,), key_of(**{"step": 7, "seed": 3, "rank": 2} | o)) for o in ({}, other)]
     assert not torch.equal(*orders)
 
 
@@ -86,9 +79,7 @@ def test_samples_differ():
 
 
 def test_keys_are_distinct_32_bit_numbers_for_every_seed_step_rank_and_sample():
-    keys = torch.cat(
-        [key_of(t, seed=s, rank=r, samples=8) for t in range(20) for s in (0, 1, 20) for r in range(8)]
-    )
+    keys = torch.cat([key_of(t, seed=s, rank=r, samples=8) for t in range(20) for s in (0, 1, 20) for r in range(8)])
     assert len(keys.unique()) == len(keys)
     assert 0 <= keys.min() < 2**26
     assert 2**32 - 2**26 < keys.max() < 2**32
@@ -170,11 +161,7 @@ def test_an_odd_grid_is_a_checkerboard_but_for_the_seam():
     for mask in masks("grid", (7, 7), 0.5, torch.arange(49)):
         phase = classes((7, 7), 2) == 0
         # The window follows one class and then the other in raster order: at most one row has both.
-        rows = [
-            row
-            for row in range(7)
-            if not (mask[row] <= phase[row]).all() and not (mask[row] <= ~phase[row]).all()
-        ]
+        rows = [row for row in range(7) if not (mask[row] <= phase[row]).all() and not (mask[row] <= ~phase[row]).all()]
         assert len(rows) <= 1
 
 
@@ -299,9 +286,7 @@ def test_compiled_equals_eager_when_ratio_and_size_change(name):
 def test_orders_are_the_same_on_every_device(name):
     for ratios in [(0.5,), (0.3,), (0.25, 0.4)]:
         on_gpu = SAMPLERS[name]((8, 14, 14), ratios, draw_key(3, torch.tensor(9, device="cuda"), 1, 4))
-        assert torch.equal(
-            on_gpu.cpu(), SAMPLERS[name]((8, 14, 14), ratios, key_of(9, seed=3, rank=1, samples=4))
-        )
+        assert torch.equal(on_gpu.cpu(), SAMPLERS[name]((8, 14, 14), ratios, key_of(9, seed=3, rank=1, samples=4)))
 
 
 def test_a_callable_is_a_sampler_of_positions():

@@ -56,9 +56,7 @@ def test_ratios_in_the_interval_become_floats(value):
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, float("nan"), float("inf"), -float("inf")])
 def test_ratios_outside_the_interval_are_refused(value):
-    with pytest.raises(
-        ValueError, match=re.escape(f"keep_ratio must be a number in (0, 1], found {value!r}")
-    ):
+    with pytest.raises(ValueError, match=re.escape(f"keep_ratio must be a number in (0, 1], found {value!r}")):
         check_ratio(value)
 
 
@@ -149,9 +147,7 @@ def test_ramp_waits_until_begin():
 
 @pytest.mark.parametrize("options", [{"steps": 3}, {"steps": 9, "levels": 0}, {"steps": 9, "begin": -1}])
 def test_ramp_refuses_impossible_stairs(options):
-    with pytest.raises(
-        ValueError, match=r"a ramp needs levels >= 1, steps >= levels and begin >= 0, found levels="
-    ):
+    with pytest.raises(ValueError, match=r"a ramp needs levels >= 1, steps >= levels and begin >= 0, found levels="):
         ramp(0.5, **options)
 
 

@@ -25,7 +25,7 @@ class SBPConfig:
     - ``sampler``: a name in ``samplers.SAMPLERS`` or a callable of that type.
     - ``attention``: which gradients an attention layer drops: "query", "qkv" or "head".
     - ``blocks``: which blocks are sampled. None: the recipe of the model's family; a fraction of the blocks (counted
-      from the end the recipe samples first); block indices; block names (``*`` matches); or a filter (name, module) -> bool.
+      from the end the recipe samples first); block indices; block names (``*`` matches); a filter (name, module) -> bool.
     - ``scope``: "branch" keeps the residual path's gradient everywhere, "block" gates it too.
     - ``per_sample``: a mask for every image instead of one for the batch.
     - ``scale``: "weight" multiplies weight gradients of sampled blocks by 1/r (unbiased for SGD), "none" does not.
@@ -52,12 +52,10 @@ class SBPConfig:
         one_of("scale", self.scale, SCALES)
         for name in ("per_sample", "recompute"):
             one_of(name, getattr(self, name), (True, False))
-        if isinstance(self.blocks, (bool, str)) or (
-            isinstance(self.blocks, (int, float)) and not 0 < self.blocks <= 1
-        ):
+        if isinstance(self.blocks, (bool, str)) or (isinstance(self.blocks, (int, float)) and not 0 < self.blocks <= 1):
             raise ValueError(
-                f"blocks={self.blocks!r} is not allowed; use None (the family's recipe), a fraction in (0, 1], a list of "
-                'block indices, a list of block names such as ["blocks.4"], or a filter (name, module) -> bool'
+                f"blocks={self.blocks!r} is not allowed; use None (the family's recipe), a fraction in (0, 1], a list "
+                'of block indices, a list of block names such as ["blocks.4"], or a filter (name, module) -> bool'
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"seed must be an int, got {self.seed!r}")

@@ -41,6 +41,6 @@ def refuse_batch_norm(encoder: Callable[[Tensor], Tensor]) -> None:
     for name, module in encoder.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise ValueError(
-                f"{name or 'the encoder'} is a batch norm in training mode: its statistics would differ between kept and "
-                "dropped frames. Freeze it with .eval(), or replace it by a norm that does not look across frames."
+                f"{name or 'the encoder'} is a batch norm in training mode: its statistics would differ between kept "
+                "and dropped frames. Freeze it with .eval(), or replace it by a norm that does not look across frames."
             )

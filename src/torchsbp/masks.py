@@ -28,9 +28,9 @@ class Shrink:
 class Masks:
     """One mask per training forward for all layers of a backbone, drawn on the coarsest grid that is sampled.
 
-    Sites are the sampled modules, in order: their names, stages and numbers of heads (0 where heads are not sampled), and
-    their ratios, None while a schedule has not been told the step. The step counter is a buffer of the entry module, so
-    that it follows the model to its device.
+    Sites are the sampled modules, in order: their names, stages and numbers of heads (0 where heads are not sampled),
+    and their ratios, None while a schedule has not been told the step. The step counter is a buffer of the entry
+    module, so that it follows the model to its device.
     """
 
     def __init__(
@@ -113,13 +113,15 @@ class Masks:
         """Kept rows and kept heads of a site whose input has that many samples and rows per sample."""
         if self.rows is None:
             self.draw()
-        assert self.rows is not None and self.kept_heads is not None and self.grids is not None
+        assert self.rows is not None
+        assert self.kept_heads is not None
+        assert self.grids is not None
         expected = self.positions(self.stages[site])
         if batch != self.batch or positions != expected:
             raise ValueError(
-                f"{self.names[site]} was given {batch} samples of {positions} positions, but the image gives {self.batch} "
-                f"samples of {expected} ({self.prefix} prefix tokens and a grid {self.grids[self.stages[site]]}). Tokens "
-                "that were dropped, merged or added between the patch embedding and the blocks (patch_drop_rate, for "
+                f"{self.names[site]} was given {batch} samples of {positions} positions, but the image gives "
+                f"{self.batch} samples of {expected} ({self.prefix} prefix tokens and a grid "
+                f"{self.grids[self.stages[site]]}). Tokens that were dropped, merged or added between the patch embedding and the blocks (patch_drop_rate, for "
                 "example) can't be mapped to the grid: switch that off."
             )
         return self.rows[site], self.kept_heads[site]

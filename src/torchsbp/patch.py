@@ -211,18 +211,14 @@ def choose_blocks(model: nn.Module, adapter: Adapter, stages: list[Stage], confi
             else:
                 matches = [name for name in names if isinstance(item, str) and fnmatch(name, item)]
             if not matches:
-                raise ValueError(
-                    f"blocks: {item!r} matches none of the {len(names)} blocks, {names[0]} … {names[-1]}"
-                )
+                raise ValueError(f"blocks: {item!r} matches none of the {len(names)} blocks, {names[0]} … {names[-1]}")
             result.update(matches)
     if not result:
         raise ValueError(f"blocks={wanted!r} selects none of the {len(names)} blocks, {names[0]} … {names[-1]}")
     return result
 
 
-def bind_backbone(
-    name: str, model: nn.Module, adapter: Adapter, found: list[Place], config: SBPConfig
-) -> None:
+def bind_backbone(name: str, model: nn.Module, adapter: Adapter, found: list[Place], config: SBPConfig) -> None:
     sampled = [place for place in found if place.depth is not None]
     masks = Masks(
         config,

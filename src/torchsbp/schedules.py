@@ -25,9 +25,7 @@ def _ratio(value: Any, name: str = "keep_ratio") -> Ratio:
     if not isinstance(value, list | tuple):
         return check_ratio(value, name)
     if not value:
-        raise ValueError(
-            f"{name} is empty; give a number in (0, 1], a pair (first, last), or one number per block"
-        )
+        raise ValueError(f"{name} is empty; give a number in (0, 1], a pair (first, last), or one number per block")
     return tuple(check_ratio(r, f"{name}[{i}]") for i, r in enumerate(value))
 
 

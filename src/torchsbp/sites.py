@@ -4,7 +4,6 @@ Each is a mixin that stands before the module's own class, so that eval mode, ``
 override are the module's own. Parameters are read from the module at every call: copies, sharding and surgery are seen.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +17,8 @@ from .ops.attention import Attention, AttentionSpec, attention_branch
 from .ops.block import transformer_block
 from .ops.downsample import Downsample, DownsampleSpec, downsample
 from .ops.gate import gate
-from .ops.layers import autocast_dtype
-from .ops.mlp import MLP, Backward, MLPSpec, mlp_branch
+from .ops.layers import Backward, autocast_dtype
+from .ops.mlp import MLP, MLPSpec, mlp_branch
 
 STEP = "sbp_step"
 
@@ -53,11 +52,15 @@ class Site(nn.Module):
         return _rebuild, type(self).__dict__["sbp_origin"], self.__dict__.copy()
 
 
-@functools.cache
+_CLASSES: dict[tuple[type[Site], type[nn.Module]], type[nn.Module]] = {}
+
+
 def bound_class(mixin: type[Site], base: type[nn.Module]) -> type[nn.Module]:
     """The class of a patched module: the mixin's training forward, everything else from the module's own class."""
-    body = {"sbp_origin": (mixin, base), "__module__": base.__module__, "__doc__": base.__doc__}
-    return type(f"SBP{base.__name__}", (mixin, base), body)
+    if (mixin, base) not in _CLASSES:
+        body = {"sbp_origin": (mixin, base), "__module__": base.__module__, "__doc__": base.__doc__}
+        _CLASSES[mixin, base] = type(f"SBP{base.__name__}", (mixin, base), body)
+    return _CLASSES[mixin, base]
 
 
 def _rebuild(mixin: type[Site], base: type[nn.Module]) -> nn.Module:
@@ -92,7 +95,7 @@ class EntrySite(Site):
     """The patch embedding or stem: every forward begins here."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        y = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        y = super().forward(x, *args, **kwargs)
         entry: EntryBinding = self.sbp
         if any(site.training for site in entry.sites):
             entry.masks.begin(x.shape[0], entry.adapter.grid(self, x, y), self.get_buffer(STEP))
@@ -104,12 +107,12 @@ class SampledSite(Site):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
-            return super().forward(x, *args, **kwargs)  # type: ignore[misc]
+            return super().forward(x, *args, **kwargs)
         for value in (*args, *kwargs.values()):
             if value is not None and value is not False:
                 raise ValueError(
-                    f"{type(self).__name__} was called with extra arguments in training ({args or kwargs}); SBP supports "
-                    "the plain call only. Leave this block out with the option blocks=…, or call torchsbp.remove(model)."
+                    f"{type(self).__name__} was called with extra arguments in training ({args or kwargs}); SBP "
+                    "supports the plain call only. Call torchsbp.remove(model) to train with them."
                 )
         return self.run(x)
 
@@ -132,9 +135,7 @@ class TransformerSite(SampledSite):
             drop_factor(P.find(self, parts.drop2), x, mlp.scale),
         )
         if attention_spec.rule != "head":
-            return transformer_block(
-                x, rows, attention, attention_spec, mlp, mlp_spec, factors=factors, how=how
-            )
+            return transformer_block(x, rows, attention, attention_spec, mlp, mlp_spec, factors=factors, how=how)
         x = attention_branch(x, None, attention, attention_spec, heads=heads, factor=factors[0], how=how)
         return mlp_branch(x, rows, mlp, mlp_spec, factor=factors[1], how=how)
 
@@ -184,7 +185,7 @@ class DownsampleSite(SampledSite):
         return downsample(x, rows, params, DownsampleSpec(conv.stride, static), b.how(rows, batch, positions))
 
 
-def affine(module: nn.Module | None) -> tuple[Tensor | None, Tensor | None]:
+def affine(module: nn.Module | None) -> tuple[Any, Any]:
     """Weight and bias of a norm, linear or convolution layer; None where it has none."""
     return getattr(module, "weight", None), getattr(module, "bias", None)
 
@@ -192,7 +193,6 @@ def affine(module: nn.Module | None) -> tuple[Tensor | None, Tensor | None]:
 def matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of a linear layer or 1×1 convolution, as a matrix."""
     weight, bias = affine(module)
-    assert weight is not None
     return weight.flatten(1) if weight.dim() > 2 else weight, bias
 
 
@@ -206,7 +206,7 @@ def mlp_of(block: nn.Module, norm_name: str, parts: Any) -> tuple[MLP, MLPSpec]:
 
 
 def drop_factor(drop_path: nn.Module | None, x: Tensor, scale: Tensor | None) -> Tensor | None:
-    """Stochastic depth's factor per sample, drawn by the model's own module, so that it consumes the same randomness."""
+    """Stochastic depth's factor per sample, drawn by the model's own module: the same randomness is consumed."""
     if drop_path is None or isinstance(drop_path, nn.Identity):
         return None
     dtype = autocast_dtype(x) or x.dtype

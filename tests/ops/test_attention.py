@@ -3,8 +3,7 @@ import torch
 
 from torchsbp.ops import reference
 from torchsbp.ops.attention import Attention, AttentionSpec, attention_branch
-from torchsbp.ops.layers import Norm
-from torchsbp.ops.mlp import Backward
+from torchsbp.ops.layers import Backward, Norm
 
 from .helpers import RATIOS, assert_same_gradients, attention_params, gradients, kept_rows
 
@@ -21,7 +20,7 @@ def spec_of(rule: str, **kw) -> AttentionSpec:
     return AttentionSpec(HEADS, (C // HEADS) ** -0.5, rule=rule, **kw)
 
 
-def check(x, dy, p, rows, heads, spec, factor=None, how=Backward()):  # noqa: B008
+def check(x, dy, p, rows, heads, spec, factor=None, how=Backward()):
     ours = attention_branch(x, rows, p, spec, heads=heads, factor=factor, how=how)
     theirs = reference.attention_branch(x, rows, p, spec, heads, factor, how.scope)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)

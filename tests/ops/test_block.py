@@ -4,7 +4,8 @@ import torch
 from torchsbp.ops import reference
 from torchsbp.ops.attention import Attention, AttentionSpec
 from torchsbp.ops.block import transformer_block
-from torchsbp.ops.mlp import MLP, Backward, MLPSpec
+from torchsbp.ops.layers import Backward
+from torchsbp.ops.mlp import MLP, MLPSpec
 
 from .helpers import RATIOS, assert_same_gradients, attention_params, gradients, kept_rows, mlp_params
 
@@ -29,9 +30,7 @@ def test_equals_reference(ratio, rule, scope, recompute):
     x, dy, p1, p2 = inputs()
     rows, spec = kept_rows(B, N, ratio), spec_of(rule)
     factors = torch.tensor([[0.0, 1.0, 2.0], [2.0, 0.0, 1.0]], dtype=x.dtype).unbind()
-    ours = transformer_block(
-        x, rows, p1, spec, p2, MLPSpec(), factors=factors, how=Backward(scope, recompute)
-    )
+    ours = transformer_block(x, rows, p1, spec, p2, MLPSpec(), factors=factors, how=Backward(scope, recompute))
     middle = reference.attention_branch(x, rows, p1, spec, None, factors[0], scope)
     theirs = reference.mlp_branch(middle, rows, p2, MLPSpec(), factors[1], scope)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
@@ -43,9 +42,7 @@ def test_without_biases_and_scales():
     x, dy, p1, p2 = inputs(bias=False, scale=False)
     rows = kept_rows(B, N, 0.5)
     ours = transformer_block(x, rows, p1, spec_of("query"), p2, MLPSpec())
-    theirs = reference.mlp_branch(
-        reference.attention_branch(x, rows, p1, spec_of("query")), rows, p2, MLPSpec()
-    )
+    theirs = reference.mlp_branch(reference.attention_branch(x, rows, p1, spec_of("query")), rows, p2, MLPSpec())
     leaves = (x, *p1, *p2)
     assert_same_gradients(gradients(ours, dy, leaves), gradients(theirs, dy, leaves))
 

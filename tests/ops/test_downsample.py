@@ -31,9 +31,7 @@ def test_gradcheck_at_ratio_one():
     torch.manual_seed(0)
     x = torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True)
     p = downsample_params(3, 4, 2)
-    assert torch.autograd.gradcheck(
-        lambda x, *p: downsample(x, None, Downsample(*p), DownsampleSpec((2, 2))), (x, *p)
-    )
+    assert torch.autograd.gradcheck(lambda x, *p: downsample(x, None, Downsample(*p), DownsampleSpec((2, 2))), (x, *p))
 
 
 def test_saves_only_kept_patches():

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from torchsbp.ops import reference
-from torchsbp.ops.layers import ACTIVATIONS, Norm
-from torchsbp.ops.mlp import MLP, Backward, MLPSpec, mlp_branch
+from torchsbp.ops.layers import ACTIVATIONS, Backward, Norm
+from torchsbp.ops.mlp import MLP, MLPSpec, mlp_branch
 
 from .helpers import RATIOS, assert_same_gradients, gradients, kept_rows, mlp_params
 

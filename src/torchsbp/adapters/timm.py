@@ -20,11 +20,9 @@ def vit_stages(model: nn.Module) -> list[Stage]:
 
 def convnext_stages(model: nn.Module) -> list[Stage]:
     stages = []
-    for i, stage in enumerate(model.stages):  # type: ignore[arg-type, var-annotated]
+    for i, stage in enumerate(model.stages):  # type: ignore[arg-type]
         blocks = tuple(f"stages.{i}.blocks.{j}" for j in range(len(stage.blocks)))
-        stages.append(
-            Stage(blocks, "" if isinstance(stage.downsample, nn.Identity) else f"stages.{i}.downsample")
-        )
+        stages.append(Stage(blocks, "" if isinstance(stage.downsample, nn.Identity) else f"stages.{i}.downsample"))
     return stages
 
 

@@ -10,9 +10,7 @@ def convnext_stages(model: nn.Module) -> list[Stage]:
     """``features`` alternates: stem, stage, down-sampling layer, stage, …"""
     features = list(model.features)  # type: ignore[arg-type]
     return [
-        Stage(
-            tuple(f"features.{i}.{j}" for j in range(len(features[i]))), f"features.{i - 1}" if i > 1 else ""
-        )
+        Stage(tuple(f"features.{i}.{j}" for j in range(len(features[i]))), f"features.{i - 1}" if i > 1 else "")
         for i in range(1, len(features), 2)
     ]
 

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from . import rows as R
 from .layers import (
+    Backward,
     Grad,
     Norm,
     autocast_dtype,
@@ -25,9 +26,9 @@ from .layers import (
     linear_backward,
     norm,
     norm_backward,
+    scaled,
     scaled_linear_backward,
 )
-from .mlp import Backward, scaled
 from .sdpa import attend, attend_backward
 
 RULES = ("query", "qkv", "head")
@@ -79,7 +80,7 @@ def attention_branch(
     factor: Tensor | None = None,
     how: Backward = Backward(),
 ) -> Tensor:
-    """The branch on ``x [B, N, C]``. Rules "query" and "qkv" take ``rows``; rule "head" takes ``heads``, a head index."""
+    """The branch on ``x [B, N, C]``. Rules "query" and "qkv" take ``rows``, rule "head" takes ``heads``: indices."""
     spec = spec._replace(dtype=autocast_dtype(x))
     return _AttentionBranch.apply(x, rows, heads, factor, spec, how, *params)
 
@@ -149,9 +150,7 @@ def attention_backward(
     (None: all of them, in order). All rows of x are keys and values. ``qkv`` is recomputed unless given.
     """
     samples = x.shape[0]
-    do, dwo, dbo, dscale = scaled_linear_backward(
-        dy, o, p.proj_weight, p.proj_bias, p.scale, o.dtype, needs[8:]
-    )
+    do, dwo, dbo, dscale = scaled_linear_backward(dy, o, p.proj_weight, p.proj_bias, p.scale, o.dtype, needs[8:])
     n = norm(x, p.norm_weight, p.norm_bias, spec.norm)
     n_q = R.take(n, rows)
     if qkv is None and rows is None:
@@ -181,7 +180,8 @@ def attention_backward(
             torch.cat([dk, dv], 1), R.flat(n), p.qkv_weight[width:], (True, need_weight, need_bias)
         )
         dw, db = stack(dwq, dwkv), stack(dbq, dbkv)
-        assert dn is not None and dn_q is not None
+        assert dn is not None
+        assert dn_q is not None
         dn = R.add(dn.to(n.dtype), rows, dn_q)
     assert dn is not None
     dx, dnw, dnb = norm_backward(dn.view(n.shape), x, p.norm_weight, p.norm_bias, spec.norm, needs[:2])
@@ -244,7 +244,7 @@ class _AttentionBranch(torch.autograd.Function):
 def saved(
     x: Tensor, o: Tensor, lse: Tensor, qkv: QKV | None, rows: R.Rows, heads: Tensor | None, spec: AttentionSpec
 ) -> tuple[Grad, ...]:
-    """What backward needs: x, o, lse and, unless they are recomputed, Q, K, V; only the rows and heads that it reads."""
+    """What backward needs: x, o, lse and, unless recomputed, Q, K, V; only the rows and heads that it reads."""
     if heads is not None:
         o = o.view(*o.shape[:2], spec.heads, -1).index_select(2, heads).flatten(2)
         lse = lse.index_select(2, heads)
@@ -292,7 +292,7 @@ def select_heads(p: Attention, spec: AttentionSpec, heads: Tensor) -> tuple[Atte
 def scatter_heads(grads: Attention, p: Attention, spec: AttentionSpec, heads: Tensor) -> Attention:
     """Gradients of all heads' parameters: zero outside the given heads."""
 
-    def spread(grad: Grad, param: Grad, shape: tuple[int, ...], dim: int) -> Grad:
+    def spread(grad: Grad, param: Grad, shape: tuple[int, ...], dim: int) -> Any:
         if grad is None or param is None:
             return None
         full = torch.zeros_like(param).view(shape)

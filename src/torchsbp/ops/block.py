@@ -21,8 +21,8 @@ from .attention import (
     join,
     saved,
 )
-from .layers import Grad, autocast_dtype
-from .mlp import MLP, Backward, MLPSpec, mlp_backward, mlp_hidden, mlp_output, scaled
+from .layers import Backward, Grad, autocast_dtype, scaled
+from .mlp import MLP, MLPSpec, mlp_backward, mlp_hidden, mlp_output
 
 
 def transformer_block(
@@ -85,9 +85,7 @@ class _TransformerBlock(torch.autograd.Function):
         kept_dy = R.take(dy, rows)
         x = R.after(kept_dy, x)
         kept_x = R.take(x, x_rows) + R.per_sample(attention_output(o, p1, spec1), factor1)
-        dx, grads2 = mlp_backward(
-            R.per_sample(kept_dy, factor2), kept_x, h, p2, spec2, needs[ATTENTION_PARAMS:]
-        )
+        dx, grads2 = mlp_backward(R.per_sample(kept_dy, factor2), kept_x, h, p2, spec2, needs[ATTENTION_PARAMS:])
         kept_dy = kept_dy + dx
         dx, grads1 = attention_backward(
             R.per_sample(kept_dy, factor1),

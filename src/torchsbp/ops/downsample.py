@@ -4,6 +4,7 @@ Every output position is a linear function of its own patch: the backward pass r
 only these are saved.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import rows as R
-from .layers import Grad, Norm, autocast_dtype, cast, linear_backward, norm, norm_backward
-from .mlp import Backward, scaled
+from .layers import Backward, Grad, Norm, autocast_dtype, cast, linear_backward, norm, norm_backward, scaled
 
 
 class Downsample(NamedTuple):
@@ -31,15 +31,13 @@ class DownsampleSpec(NamedTuple):
     dtype: torch.dtype | None = None
 
 
-def downsample(
-    x: Tensor, rows: R.Rows, params: Downsample, spec: DownsampleSpec, how: Backward = Backward()
-) -> Tensor:
+def downsample(x: Tensor, rows: R.Rows, params: Downsample, spec: DownsampleSpec, how: Backward = Backward()) -> Tensor:
     """The layer on ``x [B, C, H, W]``; ``rows`` are kept output positions."""
     return _Downsample.apply(x, rows, spec._replace(dtype=autocast_dtype(x)), how, *params)
 
 
 def patch_rows(
-    rows: Tensor, size: tuple[int, int], out: tuple[int, int], kernel: tuple[int, int], stride: tuple[int, int]
+    rows: Tensor, size: Sequence[int], out: Sequence[int], kernel: Sequence[int], stride: Sequence[int]
 ) -> Tensor:
     """Input rows ``[len(rows) * kh * kw]`` of the patches behind the given output rows."""
     (H, W), (h, w) = size, out
@@ -52,9 +50,7 @@ def patch_rows(
 
 class _Downsample(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, rows: R.Rows, spec: DownsampleSpec, how: Backward, *params: Grad
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: R.Rows, spec: DownsampleSpec, how: Backward, *params: Grad) -> Tensor:
         p = Downsample(*params)  # type: ignore[arg-type]
         channels_last = x.permute(0, 2, 3, 1)
         n = norm(channels_last, p.norm_weight, p.norm_bias, spec.norm).permute(0, 3, 1, 2)
@@ -62,8 +58,7 @@ class _Downsample(torch.autograd.Function):
         y = F.conv2d(cast(n, spec.dtype), cast(p.weight, spec.dtype), bias, spec.stride)
         if rows is None:
             rows = torch.arange(y.shape[0] * y.shape[2] * y.shape[3], device=x.device)
-        kernel = (p.weight.shape[2], p.weight.shape[3])
-        inputs = patch_rows(rows, tuple(x.shape[2:]), tuple(y.shape[2:]), kernel, spec.stride)
+        inputs = patch_rows(rows, x.shape[2:], y.shape[2:], p.weight.shape[2:], spec.stride)
         ctx.save_for_backward(R.take(channels_last, inputs), rows, *params)
         ctx.spec, ctx.how, ctx.size = spec, how, tuple(x.shape)
         return y
@@ -84,6 +79,6 @@ class _Downsample(torch.autograd.Function):
         if dw is not None:
             dw = dw.view(out, kh, kw, C).permute(0, 3, 1, 2)
         dx, dnw, dnb = norm_backward(dn.view_as(n), x, p.norm_weight, p.norm_bias, spec.norm, needs[:2])
-        inputs = patch_rows(rows, (H, W), tuple(dy.shape[2:]), (kh, kw), spec.stride)
+        inputs = patch_rows(rows, (H, W), dy.shape[2:], (kh, kw), spec.stride)
         dx = R.put(dx.new_zeros(B, H, W, C), inputs, dx).permute(0, 3, 1, 2)
         return dx, None, None, None, *scaled((dnw, dnb, dw, db), ctx.how.weight_scale)

@@ -8,9 +8,7 @@ from torch import Tensor
 from .wrap import complement, merge
 
 
-def encode_frames(
-    encoder: Callable[[Tensor], Tensor], video: Tensor, keep: Tensor, chunk: int | None = None
-) -> Tensor:
+def encode_frames(encoder: Callable[[Tensor], Tensor], video: Tensor, keep: Tensor, chunk: int | None = None) -> Tensor:
     """``encoder`` on every frame of ``video [B, T, ...]``, with gradients at the kept frames ``[k]``: ``[B, T, ...]``.
 
     The other frames run without gradients, ``chunk`` frames (over the batch) at a time, so that their activations never

@@ -26,6 +26,19 @@ class Norm(NamedTuple):
     kind: str = "layer"
 
 
+class Backward(NamedTuple):
+    """How the backward pass of a branch is taken."""
+
+    scope: str = "branch"
+    recompute: bool = True
+    weight_scale: float = 1.0
+
+
+def scaled(grads: tuple[Grad, ...], weight_scale: float) -> tuple[Grad, ...]:
+    """Weight gradients times 1/r (``scale="weight"``)."""
+    return grads if weight_scale == 1 else tuple(None if g is None else g * weight_scale for g in grads)
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The precision autocast gives to matrix products of ``x``, ``None`` outside autocast."""
     device = x.device.type
@@ -43,9 +56,7 @@ def linear(x: Tensor, weight: Tensor, bias: Grad, dtype: torch.dtype | None) -> 
     return F.linear(cast(x, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype))
 
 
-def linear_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]
-) -> tuple[Grad, Grad, Grad]:
+def linear_backward(dy: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> tuple[Grad, Grad, Grad]:
     """``dx = dy W``, ``dW = dyᵀ x``, ``db = Σ dy`` (Eq. 3), for 2-D dy and x; ``needs`` for (x, W, b)."""
     dx = dy @ weight.to(dy.dtype) if needs[0] else None
     dw = (dy.t() @ x.to(dy.dtype)).to(weight.dtype) if needs[1] else None
@@ -100,9 +111,7 @@ def norm_backward(
     return dx, dw if needs[0] else None, db if needs[1] else None
 
 
-def _rms_norm_backward(
-    dy: Tensor, x: Tensor, weight: Grad, eps: float | None, need: bool
-) -> tuple[Tensor, Grad]:
+def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Grad, eps: float | None, need: bool) -> tuple[Tensor, Grad]:
     """With x̂ = x / rms(x) and g = dy ∘ w: ``dx = (g − x̂ mean(g ∘ x̂)) / rms(x)``, ``dw = Σ dy ∘ x̂``."""
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)

@@ -1,6 +1,6 @@
 """MLP branch: ``y = x + s · gate(γ ∘ (W₂ act(W₁ norm(x) + b₁) + b₂))``, backward on kept rows (Eq. 4, 5).
 
-The same function serves ConvNeXt's pointwise convolutions, where the residual comes from elsewhere (``residual=False``).
+It serves ConvNeXt's pointwise convolutions too, where the residual comes from elsewhere (``residual=False``).
 Saved: the kept rows of x; with ``recompute=False`` also the kept rows of the hidden layer.
 """
 
@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from . import rows as R
 from .layers import (
+    Backward,
     Grad,
     Norm,
     activation,
@@ -22,6 +23,7 @@ from .layers import (
     linear_backward,
     norm,
     norm_backward,
+    scaled,
     scaled_linear_backward,
 )
 
@@ -36,14 +38,6 @@ class MLP(NamedTuple):
     weight2: Tensor
     bias2: Grad
     scale: Grad = None
-
-
-class Backward(NamedTuple):
-    """How the backward pass of a branch is taken."""
-
-    scope: str = "branch"
-    recompute: bool = True
-    weight_scale: float = 1.0
 
 
 class MLPSpec(NamedTuple):
@@ -80,9 +74,7 @@ def mlp_output(h: Tensor, p: MLP, spec: MLPSpec) -> Tensor:
     return z if p.scale is None else z * p.scale
 
 
-def mlp_backward(
-    dy: Tensor, x: Tensor, h: Grad, p: MLP, spec: MLPSpec, needs: Sequence[bool]
-) -> tuple[Tensor, MLP]:
+def mlp_backward(dy: Tensor, x: Tensor, h: Grad, p: MLP, spec: MLPSpec, needs: Sequence[bool]) -> tuple[Tensor, MLP]:
     """From dy and x ``[rows, C]``: dx and the gradients of the parameters, in their order; ``needs`` in that order."""
     n = norm(x, p.norm_weight, p.norm_bias, spec.norm)
     if h is None:
@@ -94,11 +86,6 @@ def mlp_backward(
     assert dn is not None
     dx, dnw, dnb = norm_backward(dn, x, p.norm_weight, p.norm_bias, spec.norm, needs[:2])
     return dx, MLP(dnw, dnb, dw1, db1, dw2, db2, dscale)  # type: ignore[arg-type]
-
-
-def scaled(grads: tuple[Grad, ...], weight_scale: float) -> tuple[Grad, ...]:
-    """Weight gradients times 1/r (``scale="weight"``)."""
-    return grads if weight_scale == 1 else tuple(None if g is None else g * weight_scale for g in grads)
 
 
 class _MLPBranch(torch.autograd.Function):

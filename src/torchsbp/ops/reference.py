@@ -1,7 +1,7 @@
 """What every op computes, written densely with ``gate``. Slow, short and obviously right: the tests' oracle.
 
-``gate`` is the identity in forward; in backward it zeroes the rows outside the kept set. Everything else in this package
-is an optimisation of it. Parameters are the named tuples of the fast ops; precision is that of the operands.
+``gate`` is the identity in forward; in backward it zeroes the rows outside the kept set. Everything else in this
+package is an optimisation of it. Parameters are the named tuples of the fast ops; precision is that of the operands.
 """
 
 from collections.abc import Callable
@@ -68,7 +68,7 @@ def project_heads(o: Tensor, heads: Tensor | None, p: Attention, spec: Attention
     """``γ ∘ (Σ_h o_h W_h + b)``; outside ``heads`` the contribution of a head is a constant."""
     weights = p.proj_weight.unflatten(1, (spec.heads, -1))
     scale = 1 if p.scale is None else p.scale
-    y = 0 if p.proj_bias is None else p.proj_bias * scale
+    y = o.new_zeros(()) if p.proj_bias is None else p.proj_bias * scale
     for h in range(spec.heads):
         part = F.linear(o[:, h], weights[:, h]) * scale
         y = y + (part if heads is None or bool((heads == h).any()) else part.detach())

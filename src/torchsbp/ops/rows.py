@@ -1,4 +1,4 @@
-"""Rows: the positions of a feature map, flattened. ``x`` is ``[B, ..., C]``; row ``b * N + i`` is position i of sample b.
+"""Rows: the positions of a feature map, flattened. For ``x [B, ..., C]``, row ``b * N + i`` is position i of sample b.
 
 ``rows`` is an index vector ``[B * k]``, sample after sample with the same count k in each, or ``None`` for all rows.
 """

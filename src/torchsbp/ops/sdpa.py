@@ -1,9 +1,9 @@
 """Softmax attention with its log-sum-exp, and its backward from any subset of query rows or key rows.
 
 Flash attention's backward takes (dO, Q, K, V, O, L) with L = logsumexp(Q Kᵀ · scale) and recomputes
-``P = exp(Q Kᵀ · scale − L)``, ``D = rowsum(dO ∘ O)``. Every row of Q stands for itself, so kept rows of (dO, Q, O, L) with
-all of K and V give rule "query"; with kept rows of K and V as well they give rule "qkv". The probabilities stay those of
-the full softmax, because L does. Shapes: Q ``[B, H, k, D]``, K and V ``[B, H, m, D]``, L ``[B, H, k]``.
+``P = exp(Q Kᵀ · scale − L)``, ``D = rowsum(dO ∘ O)``. Every row of Q stands for itself, so kept rows of (dO, Q, O, L)
+with all of K and V give rule "query"; with kept rows of K and V as well they give rule "qkv". The probabilities stay
+those of the full softmax, because L does. Shapes: Q ``[B, H, k, D]``, K and V ``[B, H, m, D]``, L ``[B, H, k]``.
 """
 
 import torch
@@ -49,9 +49,7 @@ def attend_backward(
     """(dQ, dK, dV) from the given query and key rows."""
     name = kernel(q, fused)
     if name == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            do, q, k, v, o, lse, 0.0, False, scale=scale
-        )
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, o, lse, 0.0, False, scale=scale)
     if name == "flash":
         seed = torch.zeros((2,), dtype=torch.uint64, device=q.device)
         unused = torch.zeros((), dtype=torch.uint64, device=q.device)

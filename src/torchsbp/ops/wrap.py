@@ -7,9 +7,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 
-def sbp(
-    fn: Callable[[Tensor], Tensor], x: Tensor, keep: Tensor, dim: int = 1, *, recompute: bool = False
-) -> Tensor:
+def sbp(fn: Callable[[Tensor], Tensor], x: Tensor, keep: Tensor, dim: int = 1, *, recompute: bool = False) -> Tensor:
     """``gate(fn(x))`` for a function that treats the positions along ``dim`` independently.
 
     ``keep`` holds the kept positions, ``[k]``, each once. The forward is computed once, in two parts: kept positions
