@@ -24,8 +24,8 @@ class SBPConfig:
       list with one ratio per sampled block, or ``schedules.Milestones`` over training.
     - ``sampler``: a name in ``samplers.SAMPLERS`` or a callable of that type.
     - ``attention``: which gradients an attention layer drops: "query", "qkv" or "head".
-    - ``blocks``: which blocks are sampled. None: the recipe of the model's family; a fraction of the blocks (counted
-      from the end the recipe samples first); block indices; block names (``*`` matches); a filter (name, module) -> bool.
+    - ``blocks``: which blocks are sampled. None: the recipe of the model's family; a fraction of the blocks, counted
+      from where the recipe begins; block indices; block names (``*`` matches); a filter (name, module) -> bool.
     - ``scope``: "branch" keeps the residual path's gradient everywhere, "block" gates it too.
     - ``per_sample``: a mask for every image instead of one for the batch.
     - ``scale``: "weight" multiplies weight gradients of sampled blocks by 1/r (unbiased for SGD), "none" does not.

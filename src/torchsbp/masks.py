@@ -121,8 +121,8 @@ class Masks:
             raise ValueError(
                 f"{self.names[site]} was given {batch} samples of {positions} positions, but the image gives "
                 f"{self.batch} samples of {expected} ({self.prefix} prefix tokens and a grid "
-                f"{self.grids[self.stages[site]]}). Tokens that were dropped, merged or added between the patch embedding and the blocks (patch_drop_rate, for "
-                "example) can't be mapped to the grid: switch that off."
+                f"{self.grids[self.stages[site]]}). Tokens that were dropped, merged or added between the patch "
+                "embedding and the blocks (patch_drop_rate, for example) can't be mapped to the grid: switch that off."
             )
         return self.rows[site], self.kept_heads[site]
 

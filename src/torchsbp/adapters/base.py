@@ -21,7 +21,7 @@ class Adapter:
     """A model family.
 
     - ``model``: qualified name of the model class; subclasses match too.
-    - ``entry``: dotted name of the module that turns images into positions; it runs once per forward, before the blocks.
+    - ``entry``: dotted name of the module that makes positions of images; it runs once per forward, before the blocks.
     - ``grid``: (entry, its input, its output) -> the grid (h, w) of the first stage.
     - ``stages``: model -> its stages, in order.
     - ``blocks``: qualified block class -> its parts; blocks of other classes are refused.

@@ -1,0 +1,117 @@
+"""What is compared: plain training, its memory-saving alternatives, and SBP. A method prepares a model for training."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import torchsbp
+from torchsbp import samplers
+
+
+@dataclass(frozen=True)
+class Method:
+    """``prepare`` changes the model in place; ``build`` are options of its constructor; ``around`` wraps every step."""
+
+    prepare: Callable[[nn.Module], Any] = lambda model: model
+    build: dict[str, Any] = field(default_factory=dict)
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    compiles: bool = True
+    only: str = ""
+
+
+def sbp(**options: Any) -> Method:
+    return Method(lambda model: torchsbp.apply(model, **options))
+
+
+def sbp_and_checkpoint(**options: Any) -> Method:
+    """SBP with ``recompute=False`` on the sampled blocks, plain checkpointing of the others."""
+
+    def prepare(model: nn.Module) -> None:
+        torchsbp.apply(model, recompute=False, **options)
+        sampled = {id(module) for _, module in torchsbp.patch.patched_modules(model)}
+        checkpoint_blocks(model, lambda block: id(block) not in sampled)
+
+    return Method(prepare)
+
+
+def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
+    kinds = ("Block", "ConvNeXtBlock", "SBPBlock", "SBPConvNeXtBlock", "Algorithm1Block")
+    return (module for module in model.modules() if type(module).__name__ in kinds)
+
+
+def checkpoint_blocks(model: nn.Module, chosen: Callable[[nn.Module], bool] = lambda block: True) -> None:
+    """``torch.utils.checkpoint`` around every chosen block."""
+    for block in blocks_of(model):
+        if chosen(block):
+            plain = block.forward
+            block.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=False)  # type: ignore[method-assign]
+
+
+def algorithm_1(ratio: float) -> Callable[[nn.Module], None]:
+    """Algorithm 1 as printed, on the last two thirds of a ViT: kept rows with gradients, the rest without, every layer."""
+
+    def prepare(model: nn.Module) -> None:
+        grid = tuple(model.patch_embed.grid_size)  # type: ignore[union-attr, arg-type]
+        step = torch.zeros((), dtype=torch.int64, device=next(model.parameters()).device)
+        order = samplers.SAMPLERS["grid"](grid, (ratio,), samplers.draw_key(0, step, 0, 1))
+        kept = samplers.keep(order, samplers.count("grid", grid, ratio))[0] + 1
+        keep = torch.cat([torch.zeros_like(kept[:1]), kept])
+        for block in list(model.blocks)[len(model.blocks) // 3 :]:  # type: ignore[arg-type]
+            block.forward = lambda x, block=block: algorithm_1_block(block, x, keep)
+
+    return prepare
+
+
+def algorithm_1_block(block: nn.Module, x: Tensor, keep: Tensor) -> Tensor:
+    """Queries of kept and dropped rows attend to all keys in two calls; the MLP runs in two parts."""
+    attn: Any = block.attn
+    n = block.norm1(x)  # type: ignore[operator]
+
+    def attend(rows: Tensor) -> Tensor:
+        B, N, C = n.shape
+        q, k, v = attn.qkv(n).reshape(B, N, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        o = nn.functional.scaled_dot_product_attention(q.index_select(2, rows), k, v)
+        return attn.proj(o.transpose(1, 2).flatten(2))
+
+    drop = torchsbp.ops.wrap.complement(keep, x.shape[1])
+    kept = attend(keep)
+    with torch.no_grad():
+        dropped = attend(drop)
+    x = x + torchsbp.ops.wrap.merge(kept, keep, dropped, drop, 1)
+    return x + torchsbp.sbp(lambda rows: block.mlp(block.norm2(rows)), x, keep)  # type: ignore[operator]
+
+
+@contextmanager
+def memory_budget(share: float) -> Iterator[None]:
+    """The activation memory budget of torch.compile."""
+    import torch._functorch.config as config
+
+    with config.patch(activation_memory_budget=share):
+        yield
+
+
+def offload() -> AbstractContextManager[Any]:
+    return torch.autograd.graph.save_on_cpu(pin_memory=True)
+
+
+METHODS = {
+    "full": Method(),
+    "checkpoint": Method(checkpoint_blocks),
+    "budget 0.5": Method(around=lambda: memory_budget(0.5)),
+    "offload": Method(around=offload, compiles=False),
+    "algorithm 1, r=0.5": Method(algorithm_1(0.5), only="vit"),
+    "patch drop 0.5": Method(build={"patch_drop_rate": 0.5}, only="vit"),
+    "sbp query r=0.5": sbp(keep_ratio=0.5),
+    "sbp query r=0.25": sbp(keep_ratio=0.25),
+    "sbp query r=0.25, saved": sbp(keep_ratio=0.25, recompute=False),
+    "sbp qkv r=0.5": sbp(keep_ratio=0.5, attention="qkv"),
+    "sbp qkv r=0.5, saved": sbp(keep_ratio=0.5, attention="qkv", recompute=False),
+    "sbp query r=0.5, saved": sbp(keep_ratio=0.5, recompute=False),
+    "sbp query r=0.25, all blocks": sbp(keep_ratio=0.25, blocks=1.0),
+    "sbp query r=0.5, saved + checkpoint": sbp_and_checkpoint(keep_ratio=0.5),
+}

@@ -1,0 +1,30 @@
+"""The models that are measured: the papers' Table 1, at batch sizes a user would train with."""
+
+from dataclasses import dataclass
+
+import timm
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    batch: int
+    size: int = 224
+    channels_last: bool = False
+
+    def build(self, size: int | None = None, **options: object) -> nn.Module:
+        size = size or self.size
+        if "vit" in self.name and size != 224:
+            options["img_size"] = size
+        model = timm.create_model(self.name, **options).train()
+        return model.to(memory_format=torch.channels_last) if self.channels_last else model
+
+
+MODELS = {
+    "vit_tiny": Model("vit_tiny_patch16_224", 256),
+    "vit_base": Model("vit_base_patch16_224", 256),
+    "convnext_tiny": Model("convnext_tiny", 128, channels_last=True),
+    "convnext_base": Model("convnext_base", 64, channels_last=True),
+}

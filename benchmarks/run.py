@@ -1,0 +1,208 @@
+"""Speed and memory of training steps, methods side by side.
+
+    python benchmarks/run.py --models vit_tiny --methods full "sbp query r=0.25" --batch 8 --device cpu
+    python benchmarks/run.py --modes eager compiled --out benchmarks/results/h200.json       # on a GPU, bf16
+
+One row per model, mode and method: step time (median), forward and backward apart, images/s, peak memory, ratios to full
+backprop in the same mode, and the ideal speed-up: multiply-adds of full backprop over those of the method.
+"""
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F
+from methods import METHODS, Method
+from models import MODELS, Model
+from torch.utils.flop_counter import FlopCounterMode
+
+MIB = 2**20
+
+
+class Stopwatch:
+    """Milliseconds between marks, by device events on CUDA."""
+
+    def __init__(self, device: str) -> None:
+        self.cuda = device == "cuda"
+        self.marks: list[Any] = []
+
+    def mark(self) -> None:
+        if self.cuda:
+            self.marks.append(torch.cuda.Event(enable_timing=True))
+            self.marks[-1].record()
+        else:
+            self.marks.append(time.perf_counter())
+
+    def laps(self) -> list[float]:
+        if self.cuda:
+            torch.cuda.synchronize()
+            return [a.elapsed_time(b) for a, b in zip(self.marks, self.marks[1:], strict=False)]
+        return [1000 * (b - a) for a, b in zip(self.marks, self.marks[1:], strict=False)]
+
+
+class Case:
+    """One model prepared by one method, ready to be stepped."""
+
+    def __init__(self, spec: Model, method: Method, args: argparse.Namespace, compiled: bool) -> None:
+        torch.manual_seed(0)
+        self.args, self.method, self.batch = args, method, args.batch or spec.batch
+        size = args.size or spec.size
+        with torch.device(args.device):
+            self.model = spec.build(size, **method.build)
+            self.images = torch.randn(self.batch, 3, size, size)
+            self.labels = torch.randint(1000, (self.batch,))
+        if spec.channels_last:
+            self.images = self.images.to(memory_format=torch.channels_last)
+        method.prepare(self.model)
+        fused = args.device == "cuda"
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused)
+        self.call = torch.compile(self.model) if compiled else self.model
+
+    def forward(self) -> torch.Tensor:
+        autocast = torch.autocast(self.args.device, torch.bfloat16) if self.args.bf16 else nullcontext()
+        with self.method.around(), autocast:
+            return F.cross_entropy(self.call(self.images).float(), self.labels)
+
+    def step(self) -> list[float]:
+        watch = Stopwatch(self.args.device)
+        self.optimizer.zero_grad(set_to_none=True)
+        watch.mark()
+        loss = self.forward()
+        watch.mark()
+        loss.backward()
+        watch.mark()
+        self.optimizer.step()
+        watch.mark()
+        return watch.laps()
+
+    def flops(self) -> int:
+        """Multiply-adds (times two) of forward and backward, recomputation included."""
+        with FlopCounterMode(display=False) as counter:
+            self.forward().backward()
+        return counter.get_total_flops()
+
+
+def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    cuda = args.device == "cuda"
+    for _ in range(args.warmup):
+        case.step()
+    row: dict[str, Any] = {}
+    if cuda:
+        torch.cuda.synchronize()
+        case.optimizer.zero_grad(set_to_none=True)
+        static = torch.cuda.memory_allocated()
+        loss = case.forward()
+        row["activations MiB"] = (torch.cuda.memory_allocated() - static) / MIB
+        loss.backward()
+        del loss
+        torch.cuda.reset_peak_memory_stats()
+    laps = [case.step() for _ in range(args.steps)]
+    if cuda:
+        row["peak MiB"] = torch.cuda.max_memory_allocated() / MIB
+        row["reserved MiB"] = torch.cuda.max_memory_reserved() / MIB
+    forward, backward, update = (statistics.median(column) for column in zip(*laps, strict=True))
+    step = statistics.median(sum(lap) for lap in laps)
+    row |= {"step ms": step, "forward ms": forward, "backward ms": backward, "update ms": update}
+    return row | {"images/s": 1000 * case.batch / step}
+
+
+def run_case(name: str, title: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
+    spec, method = MODELS[name], METHODS[title]
+    row: dict[str, Any] = {"model": name, "mode": mode, "method": title}
+    torch._dynamo.reset()
+    try:
+        case = Case(spec, method, args, mode == "compiled")
+        row["batch"] = case.batch
+        if mode == "eager":
+            row["flops"] = case.flops()
+        row |= measure(case, args)
+    except torch.OutOfMemoryError:
+        row["error"] = "out of memory"
+    case = None  # noqa: F841
+    gc.collect()
+    if args.device == "cuda":
+        torch.cuda.empty_cache()
+    return row
+
+
+def add_ratios(rows: list[dict[str, Any]]) -> None:
+    flops = {(r["model"], r["method"]): r["flops"] for r in rows if "flops" in r}
+    for row in rows:
+        full = next((r for r in rows if r["method"] == "full" and all(r[k] == row[k] for k in ("model", "mode"))), None)
+        if full is None or "step ms" not in row or "step ms" not in full:
+            continue
+        row["speed"] = full["step ms"] / row["step ms"]
+        if "peak MiB" in row:
+            row["memory"] = row["peak MiB"] / full["peak MiB"]
+        if (row["model"], row["method"]) in flops and (row["model"], "full") in flops:
+            row["ideal speed"] = flops[row["model"], "full"] / flops[row["model"], row["method"]]
+
+
+def environment(args: argparse.Namespace) -> dict[str, str]:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    device = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    versions = {"torch": torch.__version__, "timm": timm.__version__, "python": platform.python_version()}
+    return {
+        "device": device,
+        **versions,
+        "commit": commit or args.commit,
+        "precision": "bf16" if args.bf16 else "float32",
+    }
+
+
+def show(row: dict[str, Any]) -> str:
+    cells = [f"{row['model']:<14} {row['mode']:<9} {row['method']:<36}"]
+    if "error" in row:
+        return cells[0] + row["error"]
+    cells.append(f"{row['step ms']:9.2f} ms {row['images/s']:8.0f} img/s")
+    if "peak MiB" in row:
+        cells.append(f"{row['peak MiB']:8.0f} MiB peak {row['activations MiB']:8.0f} act")
+    for key in ("memory", "speed", "ideal speed"):
+        if key in row:
+            cells.append(f"{key} {row[key]:.3f}×")
+    return "  ".join(cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD")
+    parser.add_argument("--modes", nargs="+", default=["eager"], choices=["eager", "compiled"])
+    parser.add_argument("--device", default="cuda" if cuda else "cpu", choices=["cuda", "cpu"])
+    parser.add_argument("--batch", type=int, help="instead of each model's own")
+    parser.add_argument("--size", type=int, help="image size, instead of each model's own")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--float32", dest="bf16", action="store_false", help="no autocast")
+    parser.add_argument("--out", type=Path, help="JSON file for the rows")
+    parser.add_argument("--commit", default="", help="commit to record where git is not at hand")
+    args = parser.parse_args()
+
+    rows: list[dict[str, Any]] = []
+    for name in args.models:
+        for mode in args.modes:
+            for title in args.methods:
+                method = METHODS[title]
+                if method.only not in name or (mode == "compiled" and not method.compiles):
+                    continue
+                rows.append(run_case(name, title, mode, args))
+                add_ratios(rows)
+                print(show(rows[-1]), flush=True)
+                if args.out:
+                    args.out.parent.mkdir(parents=True, exist_ok=True)
+                    args.out.write_text(json.dumps({**environment(args), "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
