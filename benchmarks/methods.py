@@ -53,7 +53,7 @@ def checkpoint_blocks(model: nn.Module, chosen: Callable[[nn.Module], bool] = la
 
 
 def algorithm_1(ratio: float) -> Callable[[nn.Module], None]:
-    """Algorithm 1 as printed, on the last two thirds of a ViT: kept rows with gradients, the rest without, every layer."""
+    """Algorithm 1 as printed, on the last two thirds of a ViT: kept rows with gradients, the rest without."""
 
     def prepare(model: nn.Module) -> None:
         grid = tuple(model.patch_embed.grid_size)  # type: ignore[union-attr, arg-type]
@@ -73,8 +73,7 @@ def algorithm_1_block(block: nn.Module, x: Tensor, keep: Tensor) -> Tensor:
     n = block.norm1(x)  # type: ignore[operator]
 
     def attend(rows: Tensor) -> Tensor:
-        B, N, C = n.shape
-        q, k, v = attn.qkv(n).reshape(B, N, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = attn.qkv(n).unflatten(-1, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         o = nn.functional.scaled_dot_product_attention(q.index_select(2, rows), k, v)
         return attn.proj(o.transpose(1, 2).flatten(2))
 

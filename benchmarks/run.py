@@ -3,8 +3,8 @@
     python benchmarks/run.py --models vit_tiny --methods full "sbp query r=0.25" --batch 8 --device cpu
     python benchmarks/run.py --modes eager compiled --out benchmarks/results/h200.json       # on a GPU, bf16
 
-One row per model, mode and method: step time (median), forward and backward apart, images/s, peak memory, ratios to full
-backprop in the same mode, and the ideal speed-up: multiply-adds of full backprop over those of the method.
+One row per model, mode and method: step time (median), forward and backward apart, images/s, peak memory, ratios to
+full backprop in the same mode, and the ideal speed-up: multiply-adds of full backprop over those of the method.
 """
 
 import argparse
@@ -22,9 +22,10 @@ from typing import Any
 import timm
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
 from methods import METHODS, Method
 from models import MODELS, Model
-from torch.utils.flop_counter import FlopCounterMode
 
 MIB = 2**20
 
@@ -128,7 +129,7 @@ def run_case(name: str, title: str, mode: str, args: argparse.Namespace) -> dict
         row |= measure(case, args)
     except torch.OutOfMemoryError:
         row["error"] = "out of memory"
-    case = None  # noqa: F841
+    case = None
     gc.collect()
     if args.device == "cuda":
         torch.cuda.empty_cache()

@@ -28,7 +28,7 @@ class SBPConfig:
       from where the recipe begins; block indices; block names (``*`` matches); a filter (name, module) -> bool.
     - ``scope``: "branch" keeps the residual path's gradient everywhere, "block" gates it too.
     - ``per_sample``: a mask for every image instead of one for the batch.
-    - ``scale``: "weight" multiplies weight gradients of sampled blocks by 1/r (unbiased for SGD), "none" does not.
+    - ``scale``: "weight" multiplies weight gradients of sampled branches by 1/r (unbiased for SGD), "none" does not.
     - ``recompute``: recompute kept rows in backward and run the blocks that are not sampled leanly too, with exact
       gradients (least memory); False saves what backward needs of kept rows and leaves other blocks as they are.
     - ``seed``: masks are a pure function of (seed, step, rank).
@@ -50,6 +50,8 @@ class SBPConfig:
         one_of("attention", self.attention, RULES)
         one_of("scope", self.scope, SCOPES)
         one_of("scale", self.scale, SCALES)
+        if self.scale == "weight" and self.attention == "head":
+            raise ValueError('scale="weight" is defined for sampled rows, not heads; use attention="query" or "qkv"')
         for name in ("per_sample", "recompute"):
             one_of(name, getattr(self, name), (True, False))
         if isinstance(self.blocks, (bool, str)) or (isinstance(self.blocks, (int, float)) and not 0 < self.blocks <= 1):

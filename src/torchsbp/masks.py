@@ -98,11 +98,11 @@ class Masks:
         return (first[:, None] + positions).flatten()
 
     def _heads(self, heads: int, ratio: float, key: Tensor) -> Tensor | None:
-        """Kept heads of a site under rule "head": a random subset, the same for the whole batch."""
+        """Kept heads of a site under rule "head": a random subset, at least one, the same for the batch."""
         if not heads or ratio == 1:
             return None
         order = samplers.SAMPLERS["random"]((heads,), (ratio,), key[:1])
-        return samplers.keep(order, samplers.count("random", (heads,), ratio))[0]
+        return samplers.keep(order, max(1, round(ratio * heads)))[0]
 
     def positions(self, stage: int) -> int:
         """Rows per sample."""

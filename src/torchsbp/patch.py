@@ -104,7 +104,7 @@ def kept(model: nn.Module) -> dict[str, Tensor]:
     for prefix, entry in entries(model):
         masks: Masks = entry.sbp.masks
         if masks.rows is None:
-            raise RuntimeError("no training forward has run since torchsbp.apply: there are no kept positions yet")
+            raise RuntimeError("no forward has run in training mode with gradients: there are no kept positions yet")
         for name, stage, rows in zip(masks.names, masks.stages, masks.rows, strict=True):
             n = masks.positions(stage)
             everything = torch.arange(masks.batch * n, device=entry.get_buffer(STEP).device)

@@ -97,9 +97,14 @@ class EntrySite(Site):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         y = super().forward(x, *args, **kwargs)
         entry: EntryBinding = self.sbp
-        if any(site.training for site in entry.sites):
+        if any(site.training for site in entry.sites) and not recomputing():
             entry.masks.begin(x.shape[0], entry.adapter.grid(self, x, y), self.get_buffer(STEP))
         return y
+
+
+def recomputing() -> bool:
+    """Inside a backward pass, where activation checkpointing repeats a forward: its masks are the ones drawn then."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class SampledSite(Site):
@@ -177,7 +182,8 @@ class DownsampleSite(SampledSite):
     def run(self, x: Tensor) -> Tensor:
         b: Binding = self.sbp
         norm, conv = P.find(self, b.parts.norm), P.find(self, b.parts.down)
-        batch, positions = x.shape[0], (x.shape[2] // conv.stride[0]) * (x.shape[3] // conv.stride[1])
+        out = [(n - k) // s + 1 for n, k, s in zip(x.shape[2:], conv.kernel_size, conv.stride, strict=True)]
+        batch, positions = x.shape[0], out[0] * out[1]
         rows, _ = b.rows(batch, positions)
         static = P.norm_of(norm)
         assert static is not None

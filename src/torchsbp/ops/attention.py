@@ -218,8 +218,9 @@ class _AttentionBranch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, o, lse, *qkv, rows, heads, factor = ctx.saved_tensors[:9]
-        p = Attention(*ctx.saved_tensors[9:])
+        tensors = ctx.saved_tensors  # read once: checkpointing unpacks each tensor a single time
+        x, o, lse, *qkv, rows, heads, factor = tensors[:9]
+        p = Attention(*tensors[9:])
         needs, spec, how = ctx.needs_input_grad[6:], ctx.spec, ctx.how
         kept_dy = R.take(dy, rows)
         x = R.after(kept_dy, x)

@@ -75,8 +75,9 @@ class _TransformerBlock(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, o, lse, *qkv, h, rows, factor1, factor2 = ctx.saved_tensors[:10]
-        params = ctx.saved_tensors[10:]
+        tensors = ctx.saved_tensors  # read once: checkpointing unpacks each tensor a single time
+        x, o, lse, *qkv, h, rows, factor1, factor2 = tensors[:10]
+        params = tensors[10:]
         p1, p2 = Attention(*params[:ATTENTION_PARAMS]), MLP(*params[ATTENTION_PARAMS:])
         (spec1, spec2), how = ctx.specs, ctx.how
         needs = ctx.needs_input_grad[7:]

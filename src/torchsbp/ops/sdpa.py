@@ -6,7 +6,10 @@ with all of K and V give rule "query"; with kept rows of K and V as well they gi
 those of the full softmax, because L does. Shapes: Q ``[B, H, k, D]``, K and V ``[B, H, m, D]``, L ``[B, H, k]``.
 """
 
+import functools
+
 import torch
+import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,10 +25,18 @@ def kernel(q: Tensor, fused: bool) -> str:
     if device == "cpu":
         return "cpu"
     if device == "cuda" and q.dtype in HALF and width % 8 == 0 and width <= 256:
-        return "flash"
+        return "cudnn" if width <= 128 and _prefers_cudnn(q.device.index or 0) else "flash"
     if device == "cuda" and q.dtype == torch.float32 and width % 4 == 0:
         return "efficient"
     return "plain"
+
+
+@functools.cache
+@torch.compiler.assume_constant_result
+def _prefers_cudnn(device: int) -> bool:
+    """Whether PyTorch prefers cuDNN's attention on this GPU (newer ones), asked once on a small query."""
+    q = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device=f"cuda:{device}")
+    return torch._fused_sdp_choice(q, q, q) == torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, fused: bool = True) -> tuple[Tensor, Tensor]:
@@ -36,6 +47,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, fused: bool = True) ->
     if name == "flash":
         out = aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)
         return out[0], out[1]
+    if name == "cudnn":
+        out = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, scale=scale)
+        return out[0], out[1].squeeze(-1)
     if name == "efficient":
         out = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, scale=scale)
         return out[0], out[1][..., : q.shape[-2]]
@@ -56,6 +70,12 @@ def attend_backward(
         rows, keys = q.shape[-2], k.shape[-2]
         return aten._scaled_dot_product_flash_attention_backward(
             do, q, k, v, o, lse.contiguous(), None, None, rows, keys, 0.0, False, seed, unused, scale=scale
+        )
+    if name == "cudnn":
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        rows, keys = q.shape[-2], k.shape[-2]
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            do, q, k, v, o, lse.unsqueeze(-1), seed, seed, None, None, None, rows, keys, 0.0, False, scale=scale
         )
     if name == "efficient":
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
