@@ -117,6 +117,16 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     return row | {"images/s": 1000 * case.batch / step}
 
 
+def profile(case: Case, args: argparse.Namespace) -> str:
+    """The kernels or operators that take the time of one step."""
+    activities = [
+        torch.profiler.ProfilerActivity.CUDA if args.device == "cuda" else torch.profiler.ProfilerActivity.CPU
+    ]
+    with torch.profiler.profile(activities=activities) as prof:
+        case.step()
+    return prof.key_averages().table(sort_by=f"self_{args.device}_time_total", row_limit=28, max_name_column_width=90)
+
+
 def run_case(name: str, title: str, mode: str, args: argparse.Namespace) -> dict[str, Any]:
     spec, method = MODELS[name], METHODS[title]
     row: dict[str, Any] = {"model": name, "mode": mode, "method": title}
@@ -127,6 +137,8 @@ def run_case(name: str, title: str, mode: str, args: argparse.Namespace) -> dict
         if mode == "eager":
             row["flops"] = case.flops()
         row |= measure(case, args)
+        if args.profile:
+            print(profile(case, args), flush=True)
     except torch.OutOfMemoryError:
         row["error"] = "out of memory"
     case = None
@@ -186,6 +198,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--float32", dest="bf16", action="store_false", help="no autocast")
+    parser.add_argument("--profile", action="store_true", help="print where the time of a step goes")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     parser.add_argument("--commit", default="", help="commit to record where git is not at hand")
     args = parser.parse_args()

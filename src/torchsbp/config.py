@@ -29,8 +29,9 @@ class SBPConfig:
     - ``scope``: "branch" keeps the residual path's gradient everywhere, "block" gates it too.
     - ``per_sample``: a mask for every image instead of one for the batch.
     - ``scale``: "weight" multiplies weight gradients of sampled branches by 1/r (unbiased for SGD), "none" does not.
-    - ``recompute``: recompute kept rows in backward and run the blocks that are not sampled leanly too, with exact
-      gradients (least memory); False saves what backward needs of kept rows and leaves other blocks as they are.
+    - ``recompute``: the dial between memory and speed. True: backward recomputes what it needs from the input of each
+      block (least memory). False: the results of matrix products are saved, for kept rows. Blocks that are not sampled
+      run the same way, with exact gradients.
     - ``seed``: masks are a pure function of (seed, step, rank).
     """
 

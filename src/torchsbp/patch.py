@@ -178,8 +178,6 @@ def places(model: nn.Module, adapter: Adapter, config: SBPConfig) -> list[Place]
         for name, is_sampled in zip(stage.blocks, chosen, strict=True):
             layers.append((name, adapter.blocks.get(qualified(find(model, name))), is_sampled))
         for name, parts, is_sampled in layers:
-            if not (is_sampled or config.recompute):
-                continue
             module = find(model, name)
             if parts is None:
                 problems.append(f"{name} is {qualified(module)}; supported: {', '.join(adapter.blocks)}")

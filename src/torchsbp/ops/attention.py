@@ -21,7 +21,6 @@ from .layers import (
     Grad,
     Norm,
     autocast_dtype,
-    cast,
     linear,
     linear_backward,
     norm,
@@ -106,8 +105,8 @@ def normalised(qkv: QKV, p: Attention, spec: AttentionSpec) -> QKV:
     """Q, K, V as the attention kernel takes them."""
     if spec.qk_norm is None:
         return qkv
-    q = cast(norm(qkv.q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm), spec.dtype)
-    k = cast(norm(qkv.k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm), spec.dtype)
+    q = norm(qkv.q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm, spec.dtype)
+    k = norm(qkv.k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm, spec.dtype)
     return QKV(q, k, qkv.v)
 
 
@@ -123,7 +122,7 @@ def to_heads(x: Tensor, samples: int, heads: int) -> Tensor:
 
 def attention_forward(x: Tensor, p: Attention, spec: AttentionSpec) -> tuple[Tensor, Tensor, QKV]:
     """Attention output ``[B, N, H * D]`` before its projection, log-sum-exp ``[B, N, H]``, and Q, K, V."""
-    qkv = project(norm(x, p.norm_weight, p.norm_bias, spec.norm), p, spec)
+    qkv = project(norm(x, p.norm_weight, p.norm_bias, spec.norm, spec.dtype), p, spec)
     o, lse = attend(*normalised(qkv, p, spec), spec.softmax_scale, spec.fused)
     return to_rows(o), lse.transpose(1, 2), qkv
 
@@ -151,7 +150,7 @@ def attention_backward(
     """
     samples = x.shape[0]
     do, dwo, dbo, dscale = scaled_linear_backward(dy, o, p.proj_weight, p.proj_bias, p.scale, o.dtype, needs[8:])
-    n = norm(x, p.norm_weight, p.norm_bias, spec.norm)
+    n = norm(x, p.norm_weight, p.norm_bias, spec.norm, spec.dtype)
     n_q = R.take(n, rows)
     if qkv is None and rows is None:
         qkv = project(n, p, spec)
@@ -182,7 +181,7 @@ def attention_backward(
         dw, db = stack(dwq, dwkv), stack(dbq, dbkv)
         assert dn is not None
         assert dn_q is not None
-        dn = R.add(dn.to(n.dtype), rows, dn_q)
+        dn.index_add_(0, rows, dn_q)
     assert dn is not None
     dx, dnw, dnb = norm_backward(dn.view(n.shape), x, p.norm_weight, p.norm_bias, spec.norm, needs[:2])
     return dx, Attention(dnw, dnb, dw, db, dqw, dqb, dkw, dkb, dwo, dbo, dscale)  # type: ignore[arg-type]
@@ -238,7 +237,7 @@ class _AttentionBranch(torch.autograd.Function):
         )
         if heads is not None:
             grads = scatter_heads(grads, p, spec, heads)
-        dx = join(dy, kept_dy, dx, rows, spec.rule, how.scope)
+        dx = join(dy, None, dx, rows, spec.rule, how.scope)
         return dx, *[None] * 5, *scaled(grads, how.weight_scale)
 
 
@@ -264,15 +263,25 @@ def take_head_rows(x: Tensor, rows: R.Rows) -> Tensor:
     return x if rows is None else to_heads(R.take(to_rows(x), rows), x.shape[0], x.shape[1])
 
 
-def join(dy: Tensor, kept_dy: Tensor, dx: Tensor, rows: R.Rows, rule: str, scope: str) -> Tensor:
-    """Gradient of the branch's input: ``kept_dy`` (the residual path) plus ``dx`` (attention's) at kept rows.
+def join(dy: Tensor, extra: Grad, dx: Tensor, rows: R.Rows, rule: str, scope: str) -> Tensor:
+    """Gradient of the input: the residual path's ``dy`` (at kept rows only in scope "block"), plus attention's ``dx``.
 
-    Elsewhere it is dy in scope "branch", nothing in scope "block", plus what keys and values receive under "query".
+    ``extra`` is what an MLP branch above adds to dy at kept rows. Under "qkv" dx has the kept rows alone. dx is ours:
+    where it has all rows it is written in place.
     """
-    base = dy if scope == "branch" else torch.zeros_like(dy)
+    kept_dy = R.take(dy, rows)
+    kept_dy = kept_dy if extra is None else kept_dy + extra
+    if rows is None:
+        return kept_dy.view(dy.shape) + dx
     if rule == "qkv":
-        return R.put(base, rows, kept_dy + R.flat(dx))
-    return R.put(base, rows, kept_dy) + dx
+        return R.put(dy if scope == "branch" else torch.zeros_like(dy), rows, kept_dy + R.flat(dx))
+    if scope == "block":
+        R.flat(dx).index_add_(0, rows, kept_dy.to(dx.dtype))
+        return dx
+    dx.add_(dy)
+    if extra is not None:
+        R.flat(dx).index_add_(0, rows, extra.to(dx.dtype))
+    return dx
 
 
 def select_heads(p: Attention, spec: AttentionSpec, heads: Tensor) -> tuple[Attention, AttentionSpec]:

@@ -86,10 +86,9 @@ class _TransformerBlock(torch.autograd.Function):
         kept_dy = R.take(dy, rows)
         x = R.after(kept_dy, x)
         kept_x = R.take(x, x_rows) + R.per_sample(attention_output(o, p1, spec1), factor1)
-        dx, grads2 = mlp_backward(R.per_sample(kept_dy, factor2), kept_x, h, p2, spec2, needs[ATTENTION_PARAMS:])
-        kept_dy = kept_dy + dx
+        extra, grads2 = mlp_backward(R.per_sample(kept_dy, factor2), kept_x, h, p2, spec2, needs[ATTENTION_PARAMS:])
         dx, grads1 = attention_backward(
-            R.per_sample(kept_dy, factor1),
+            R.per_sample(kept_dy + extra, factor1),
             x,
             x_rows,
             o,
@@ -99,5 +98,5 @@ class _TransformerBlock(torch.autograd.Function):
             spec1,
             needs[:ATTENTION_PARAMS],
         )
-        dx = join(dy, kept_dy, dx, rows, spec1.rule, how.scope)
+        dx = join(dy, extra, dx, rows, spec1.rule, how.scope)
         return dx, *[None] * 6, *scaled((*grads1, *grads2), how.weight_scale)

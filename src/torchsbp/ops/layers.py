@@ -88,12 +88,12 @@ def scaled_linear_backward(
     return dx, dw, db, dscale.to(scale.dtype)
 
 
-def norm(x: Tensor, weight: Grad, bias: Grad, static: Norm) -> Tensor:
-    """LayerNorm or RMSNorm over the last dimension, in the precision of its weight."""
+def norm(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype | None = None) -> Tensor:
+    """LayerNorm or RMSNorm over the last dimension, in the precision of its weight, given in ``dtype``."""
     x = x if weight is None else x.to(weight.dtype)
     if static.kind == "rms":
-        return F.rms_norm(x, x.shape[-1:], weight, static.eps)
-    return F.layer_norm(x, x.shape[-1:], weight, bias, static.eps)
+        return cast(F.rms_norm(x, x.shape[-1:], weight, static.eps), dtype)
+    return cast(F.layer_norm(x, x.shape[-1:], weight, bias, static.eps), dtype)
 
 
 def norm_backward(

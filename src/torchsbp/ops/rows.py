@@ -26,13 +26,6 @@ def put(base: Tensor, rows: Rows, values: Tensor) -> Tensor:
     return flat(base).index_copy(0, rows, values.to(base.dtype)).view(base.shape)
 
 
-def add(base: Tensor, rows: Rows, values: Tensor) -> Tensor:
-    """``base`` with ``values`` added to the given rows; rows are unique, so the result is deterministic."""
-    if rows is None:
-        return base + values.to(base.dtype).view(base.shape)
-    return flat(base).index_add(0, rows, values.to(base.dtype)).view(base.shape)
-
-
 def per_sample(x: Tensor, factor: Tensor | None) -> Tensor:
     """Multiply the rows ``[B * k, C]`` of each sample by its factor ``[B]`` (stochastic depth)."""
     if factor is None:
