@@ -24,6 +24,7 @@ from .layers import (
     linear,
     linear_backward,
     norm,
+    norm_again,
     norm_backward,
     scaled,
     scaled_linear_backward,
@@ -110,6 +111,20 @@ def normalised(qkv: QKV, p: Attention, spec: AttentionSpec) -> QKV:
     return QKV(q, k, qkv.v)
 
 
+def attend_normalised_backward(
+    do: Tensor, qkv: QKV, o: Tensor, lse: Tensor, p: Attention, spec: AttentionSpec, needs: Sequence[bool]
+) -> tuple[QKV, tuple[Grad, ...]]:
+    """Gradients of Q, K, V before their norms, and of these norms' parameters."""
+    if spec.qk_norm is None:
+        return QKV(*attend_backward(do, *qkv, o, lse, spec.softmax_scale, spec.fused)), (None,) * 4
+    q = norm_again(qkv.q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm, spec.dtype)
+    k = norm_again(qkv.k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm, spec.dtype)
+    dq, dk, dv = attend_backward(do, q.y, k.y, qkv.v, o, lse, spec.softmax_scale, spec.fused)
+    dq, dqw, dqb = norm_backward(dq, q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm, needs[:2])
+    dk, dkw, dkb = norm_backward(dk, k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm, needs[2:])
+    return QKV(dq, dk, dv), (dqw, dqb, dkw, dkb)
+
+
 def to_rows(x: Tensor) -> Tensor:
     """``[B, H, N, D] -> [B, N, H * D]``."""
     return x.transpose(1, 2).flatten(2)
@@ -150,41 +165,38 @@ def attention_backward(
     """
     samples = x.shape[0]
     do, dwo, dbo, dscale = scaled_linear_backward(dy, o, p.proj_weight, p.proj_bias, p.scale, o.dtype, needs[8:])
-    n = norm(x, p.norm_weight, p.norm_bias, spec.norm, spec.dtype)
-    n_q = R.take(n, rows)
+    n = norm_again(x, p.norm_weight, p.norm_bias, spec.norm, spec.dtype)
+    n_q = R.take(n.y, rows)
     if qkv is None and rows is None:
-        qkv = project(n, p, spec)
+        qkv = project(n.y, p, spec)
     elif qkv is None:
-        qkv = project_apart(n_q.view(samples, -1, n.shape[-1]), n, p, spec)
+        qkv = project_apart(n_q.view(samples, -1, x.shape[-1]), n.y, p, spec)
     assert qkv is not None
 
     lse = lse.view(samples, -1, spec.heads).transpose(1, 2)
     do, o = to_heads(do, samples, spec.heads), to_heads(o, samples, spec.heads)
-    dq, dk, dv = attend_backward(do, *normalised(qkv, p, spec), o, lse, spec.softmax_scale, spec.fused)
-    dqw = dqb = dkw = dkb = None
-    if spec.qk_norm is not None:
-        dq, dqw, dqb = norm_backward(dq, qkv.q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm, needs[4:6])
-        dk, dkw, dkb = norm_backward(dk, qkv.k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm, needs[6:8])
-    dq, dk, dv = (R.flat(to_rows(g)).to(o.dtype) for g in (dq, dk, dv))
+    dqkv, d_norms = attend_normalised_backward(do, qkv, o, lse, p, spec, needs[4:8])
+    del qkv
+    dq, dk, dv = (R.flat(to_rows(g)).to(o.dtype) for g in dqkv)
 
     need_weight, need_bias = needs[2:4]
     if rows is None:
         dn, dw, db = linear_backward(
-            torch.cat([dq, dk, dv], 1), R.flat(n), p.qkv_weight, (True, need_weight, need_bias)
+            torch.cat([dq, dk, dv], 1), R.flat(n.y), p.qkv_weight, (True, need_weight, need_bias)
         )
     else:
         width = p.qkv_weight.shape[0] // 3
         dn_q, dwq, dbq = linear_backward(dq, n_q, p.qkv_weight[:width], (True, need_weight, need_bias))
         dn, dwkv, dbkv = linear_backward(
-            torch.cat([dk, dv], 1), R.flat(n), p.qkv_weight[width:], (True, need_weight, need_bias)
+            torch.cat([dk, dv], 1), R.flat(n.y), p.qkv_weight[width:], (True, need_weight, need_bias)
         )
         dw, db = stack(dwq, dwkv), stack(dbq, dbkv)
         assert dn is not None
         assert dn_q is not None
         dn.index_add_(0, rows, dn_q)
     assert dn is not None
-    dx, dnw, dnb = norm_backward(dn.view(n.shape), x, p.norm_weight, p.norm_bias, spec.norm, needs[:2])
-    return dx, Attention(dnw, dnb, dw, db, dqw, dqb, dkw, dkb, dwo, dbo, dscale)  # type: ignore[arg-type]
+    dx, dnw, dnb = norm_backward(dn.view(x.shape), n, p.norm_weight, p.norm_bias, spec.norm, needs[:2])
+    return dx, Attention(dnw, dnb, dw, db, *d_norms, dwo, dbo, dscale)  # type: ignore[arg-type, call-arg]
 
 
 def stack(a: Grad, b: Grad) -> Grad:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import rows as R
-from .layers import Backward, Grad, Norm, autocast_dtype, cast, linear_backward, norm, norm_backward, scaled
+from .layers import Backward, Grad, Norm, autocast_dtype, cast, linear_backward, norm, norm_again, norm_backward, scaled
 
 
 class Downsample(NamedTuple):
@@ -72,13 +72,13 @@ class _Downsample(torch.autograd.Function):
         out, _, kh, kw = p.weight.shape
         kept_dy = cast(R.take(dy.permute(0, 2, 3, 1), rows), spec.dtype)
         x = R.after(kept_dy, x)
-        n = norm(x, p.norm_weight, p.norm_bias, spec.norm)
+        n = norm_again(x, p.norm_weight, p.norm_bias, spec.norm, spec.dtype)
         matrix = p.weight.permute(0, 2, 3, 1).flatten(1)
-        dn, dw, db = linear_backward(kept_dy, n.view(-1, kh * kw * C), matrix, (True, *needs[2:]))
+        dn, dw, db = linear_backward(kept_dy, n.y.view(-1, kh * kw * C), matrix, (True, *needs[2:]))
         assert dn is not None
         if dw is not None:
             dw = dw.view(out, kh, kw, C).permute(0, 3, 1, 2)
-        dx, dnw, dnb = norm_backward(dn.view_as(n), x, p.norm_weight, p.norm_bias, spec.norm, needs[:2])
+        dx, dnw, dnb = norm_backward(dn.view_as(x), n, p.norm_weight, p.norm_bias, spec.norm, needs[:2])
         inputs = patch_rows(rows, (H, W), dy.shape[2:], (kh, kw), spec.stride)
         dx = R.put(dx.new_zeros(B, H, W, C), inputs, dx).permute(0, 3, 1, 2)
         return dx, None, None, None, *scaled((dnw, dnb, dw, db), ctx.how.weight_scale)

@@ -96,28 +96,44 @@ def norm(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype |
     return cast(F.layer_norm(x, x.shape[-1:], weight, bias, static.eps), dtype)
 
 
-def norm_backward(
-    dy: Tensor, x: Tensor, weight: Grad, bias: Grad, static: Norm, needs: Sequence[bool]
-) -> tuple[Tensor, Grad, Grad]:
-    """Gradients of (x, weight, bias), statistics recomputed from x; ``needs`` for (weight, bias)."""
+class Normed(NamedTuple):
+    """A norm computed for backward: its output, and what its own backward needs."""
+
+    y: Tensor
+    x: Tensor
+    mean: Grad
+    rstd: Tensor
+
+
+def norm_again(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype | None) -> Normed:
+    """``norm`` once more in backward, with its statistics."""
     x = x if weight is None else x.to(weight.dtype)
-    dy = dy.to(x.dtype)
     if static.kind == "rms":
-        return (*_rms_norm_backward(dy, x, weight, static.eps, needs[0]), None)
-    shape = [x.shape[-1]]
-    _, mean, rstd = aten.native_layer_norm(x, shape, weight, bias, static.eps)
+        eps = torch.finfo(x.dtype).eps if static.eps is None else static.eps
+        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        return Normed(norm(x, weight, bias, static, dtype), x, None, rstd)
+    y, mean, rstd = aten.native_layer_norm(x, [x.shape[-1]], weight, bias, static.eps)
+    return Normed(cast(y, dtype), x, mean, rstd)
+
+
+def norm_backward(
+    dy: Tensor, n: Normed, weight: Grad, bias: Grad, static: Norm, needs: Sequence[bool]
+) -> tuple[Tensor, Grad, Grad]:
+    """Gradients of (x, weight, bias); ``needs`` for (weight, bias)."""
+    dy = dy.to(n.x.dtype)
+    if static.kind == "rms":
+        return (*_rms_norm_backward(dy, n, weight, needs[0]), None)
     mask = [True, needs[0], needs[1]]
-    dx, dw, db = aten.native_layer_norm_backward(dy, x, shape, mean, rstd, weight, bias, mask)
+    shape = [n.x.shape[-1]]
+    dx, dw, db = aten.native_layer_norm_backward(dy, n.x, shape, n.mean, n.rstd, weight, bias, mask)
     return dx, dw if needs[0] else None, db if needs[1] else None
 
 
-def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Grad, eps: float | None, need: bool) -> tuple[Tensor, Grad]:
+def _rms_norm_backward(dy: Tensor, n: Normed, weight: Grad, need: bool) -> tuple[Tensor, Grad]:
     """With x̂ = x / rms(x) and g = dy ∘ w: ``dx = (g − x̂ mean(g ∘ x̂)) / rms(x)``, ``dw = Σ dy ∘ x̂``."""
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    unit = x * rstd
+    unit = n.x * n.rstd
     g = dy if weight is None else dy * weight
-    dx = (g - unit * (g * unit).mean(-1, keepdim=True)) * rstd
+    dx = (g - unit * (g * unit).mean(-1, keepdim=True)) * n.rstd
     return dx, (dy * unit).flatten(0, -2).sum(0) if need else None
 
 

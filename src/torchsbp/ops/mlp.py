@@ -22,6 +22,7 @@ from .layers import (
     linear,
     linear_backward,
     norm,
+    norm_again,
     norm_backward,
     scaled,
     scaled_linear_backward,
@@ -76,17 +77,17 @@ def mlp_output(h: Tensor, p: MLP, spec: MLPSpec) -> Tensor:
 
 def mlp_backward(dy: Tensor, x: Tensor, h: Grad, p: MLP, spec: MLPSpec, needs: Sequence[bool]) -> tuple[Tensor, MLP]:
     """From dy and x ``[rows, C]``: dx and the gradients of the parameters, in their order; ``needs`` in that order."""
-    n = norm(x, p.norm_weight, p.norm_bias, spec.norm, spec.dtype)
+    n = norm_again(x, p.norm_weight, p.norm_bias, spec.norm, spec.dtype)
     if h is None:
-        h = linear(n, p.weight1, p.bias1, spec.dtype)
+        h = linear(n.y, p.weight1, p.bias1, spec.dtype)
     g = activation(h, spec.act)
     dg, dw2, db2, dscale = scaled_linear_backward(dy, g, p.weight2, p.bias2, p.scale, h.dtype, needs[4:])
     del g  # the hidden layer is the widest: no more of it at once than needed
     dh = activation_backward(dg, h, spec.act)
     del dg, h
-    dn, dw1, db1 = linear_backward(dh, n, p.weight1, (True, *needs[2:4]))
+    dn, dw1, db1 = linear_backward(dh, n.y, p.weight1, (True, *needs[2:4]))
     assert dn is not None
-    dx, dnw, dnb = norm_backward(dn, x, p.norm_weight, p.norm_bias, spec.norm, needs[:2])
+    dx, dnw, dnb = norm_backward(dn, n, p.norm_weight, p.norm_bias, spec.norm, needs[:2])
     return dx, MLP(dnw, dnb, dw1, db1, dw2, db2, dscale)  # type: ignore[arg-type]
 
 

@@ -6,8 +6,6 @@ with all of K and V give rule "query"; with kept rows of K and V as well they gi
 those of the full softmax, because L does. Shapes: Q ``[B, H, k, D]``, K and V ``[B, H, m, D]``, L ``[B, H, k]``.
 """
 
-import functools
-
 import torch
 import torch.nn.attention
 import torch.nn.functional as F
@@ -31,12 +29,17 @@ def kernel(q: Tensor, fused: bool) -> str:
     return "plain"
 
 
-@functools.cache
+_PREFERS_CUDNN: dict[int, bool] = {}
+
+
 @torch.compiler.assume_constant_result
 def _prefers_cudnn(device: int) -> bool:
     """Whether PyTorch prefers cuDNN's attention on this GPU (newer ones), asked once on a small query."""
-    q = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device=f"cuda:{device}")
-    return torch._fused_sdp_choice(q, q, q) == torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value
+    if device not in _PREFERS_CUDNN:
+        q = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device=f"cuda:{device}")
+        choice = torch._fused_sdp_choice(q, q, q)
+        _PREFERS_CUDNN[device] = choice == torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value
+    return _PREFERS_CUDNN[device]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, fused: bool = True) -> tuple[Tensor, Tensor]:
