@@ -10,7 +10,7 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-STEPS = 6
+STEPS, IMAGES = 6, 256  # 6 steps of 32 images; 64 are left for testing
 
 Results = list[dict]
 
@@ -21,7 +21,9 @@ def demo() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLES))
         module = importlib.import_module("demo")
+        images, labels = module.digits.load()
         patch.setattr(module, "TRAIN", STEPS * module.BATCH)
+        patch.setattr(module.digits, "load", lambda: (images[:IMAGES], labels[:IMAGES]))
         yield module
     torch.set_num_threads(threads)
 
