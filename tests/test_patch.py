@@ -83,7 +83,7 @@ def step(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, tor
     model.zero_grad()
     torch.manual_seed(2)
     y = model(x)
-    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
     (y * weights + y.square()).sum().backward()
     return y.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -300,7 +300,7 @@ def test_checkpointing_repeats_the_same_masks(family, part, reentrant):
         torch.manual_seed(2)
         x = images().requires_grad_()
         y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant)
-        weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+        weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
         (y * weights + y.square()).sum().backward()
         found = {name: p.grad for name, p in model.named_parameters()}
     assert_gradients(found, expected)
@@ -318,7 +318,7 @@ def test_gradient_accumulation_adds_up(family):
     for _ in range(2):
         torch.manual_seed(2)
         y = model(images())
-        weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+        weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
         (y * weights + y.square()).sum().backward()
     total = {name: p.grad for name, p in model.named_parameters()}
     assert_gradients(total, {name: parts[0][name] + parts[1][name] for name in total})
