@@ -105,6 +105,7 @@ METHODS = {
     "offload": Method(around=offload, compiles=False),
     "algorithm 1, r=0.5": Method(algorithm_1(0.5), only="vit"),
     "patch drop 0.5": Method(build={"patch_drop_rate": 0.5}, only="vit"),
+    "exact, lean (r=1)": sbp(keep_ratio=1.0),
     "sbp query r=0.5": sbp(keep_ratio=0.5),
     "sbp query r=0.25": sbp(keep_ratio=0.25),
     "sbp query r=0.25, saved": sbp(keep_ratio=0.25, recompute=False),

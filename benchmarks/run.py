@@ -66,7 +66,7 @@ class Case:
         method.prepare(self.model)
         fused = args.device == "cuda"
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused)
-        self.call = torch.compile(self.model) if compiled else self.model
+        self.call = torch.compile(self.model, mode=args.compile_mode) if compiled else self.model
 
     def forward(self) -> torch.Tensor:
         autocast = torch.autocast(self.args.device, torch.bfloat16) if self.args.bf16 else nullcontext()
@@ -172,6 +172,7 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
         **versions,
         "commit": commit or args.commit,
         "precision": "bf16" if args.bf16 else "float32",
+        "compile mode": args.compile_mode,
     }
 
 
@@ -194,6 +195,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD")
     parser.add_argument("--modes", nargs="+", default=["eager"], choices=["eager", "compiled"])
+    parser.add_argument("--compile-mode", default="default", help="mode of torch.compile, for example reduce-overhead")
     parser.add_argument("--device", default="cuda" if cuda else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--batch", type=int, help="instead of each model's own")
     parser.add_argument("--size", type=int, help="image size, instead of each model's own")
