@@ -2,6 +2,7 @@
 
     python benchmarks/run.py --models vit_tiny --methods full "sbp query r=0.25" --batch 8 --device cpu
     python benchmarks/run.py --modes eager compiled --out benchmarks/results/h200.json       # on a GPU, bf16
+    python benchmarks/run.py --show benchmarks/results/h200.json                             # the README's table
 
 One row per model, mode and method: step time (median), forward and backward apart, images/s, peak memory, ratios to
 full backprop in the same mode, and the ideal speed-up: multiply-adds of full backprop over those of the method.
@@ -189,6 +190,17 @@ def show(row: dict[str, Any]) -> str:
     return "  ".join(cells)
 
 
+def markdown(rows: list[dict[str, Any]], mode: str) -> str:
+    """The README's table: peak memory where it was measured, time and both ratios."""
+    lines = ["| model, batch | method | peak memory | step time |", "|---|---|---|---|"]
+    for row in rows:
+        if row["mode"] == mode and "speed" in row:
+            memory = f"{row['peak MiB']:.0f} MiB, {row['memory']:.2f}×" if "memory" in row else "–"
+            time_ = f"{row['step ms']:.1f} ms, {row['speed']:.2f}× speed"
+            lines.append(f"| {row['model']}, {row['batch']} | {row['method']} | {memory} | {time_} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cuda = torch.cuda.is_available()
@@ -204,9 +216,15 @@ def main() -> None:
     parser.add_argument("--float32", dest="bf16", action="store_false", help="no autocast")
     parser.add_argument("--profile", action="store_true", help="print where the time of a step goes")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
+    parser.add_argument("--show", type=Path, help="print the tables of a JSON file and stop")
     parser.add_argument("--commit", default="", help="commit to record where git is not at hand")
     args = parser.parse_args()
 
+    if args.show:
+        found = json.loads(args.show.read_text())
+        for mode in ("eager", "compiled"):
+            print(markdown(found["rows"], mode) + "\n")
+        return
     rows: list[dict[str, Any]] = []
     for name in args.models:
         for mode in args.modes:

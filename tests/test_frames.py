@@ -1,0 +1,50 @@
+import pytest
+import torch
+from torch import nn
+
+import torchsbp
+
+
+def encoder() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()).double()
+
+
+VIDEO = torch.randn(2, 8, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("sampler", ["frames", "frames_jitter"])
+@pytest.mark.parametrize("ratio, count", [(1.0, 8), (0.5, 4), (0.25, 2)])
+def test_gradients_reach_the_sampled_share_of_frames(sampler, ratio, count):
+    video = VIDEO.clone().requires_grad_()
+    model = encoder()
+    y = torchsbp.sbp_frames(model, video, ratio, step=3, sampler=sampler, chunk=3)
+    torch.testing.assert_close(y, model(VIDEO.flatten(0, 1)).unflatten(0, (2, 8)), rtol=1e-12, atol=1e-12)
+    y.sum().backward()
+    touched = video.grad.flatten(2).abs().sum(-1) > 0
+    assert touched.sum(1).tolist() == [count, count]
+    assert torch.equal(touched[0], touched[1])
+
+
+def test_frames_follow_the_step():
+    def frames(step):
+        video = VIDEO.clone().requires_grad_()
+        torchsbp.sbp_frames(encoder(), video, 0.25, step=step).sum().backward()
+        return tuple((video.grad[0].flatten(1).abs().sum(-1) > 0).nonzero().flatten().tolist())
+
+    assert frames(5) == frames(5)
+    assert {frames(step) for step in range(30)} == {(0, 4), (1, 5), (2, 6), (3, 7)}
+
+
+def test_batch_norm_in_training_is_refused():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten()).double()
+    with pytest.raises(ValueError, match=r"1 is a batch norm in training mode.*Freeze it with .eval\(\)"):
+        torchsbp.sbp_frames(model, VIDEO, 0.5, step=0)
+    assert torchsbp.sbp_frames(model.eval(), VIDEO, 0.5, step=0).shape[:2] == (2, 8)
+
+
+def test_bad_ratio_and_sampler():
+    with pytest.raises(ValueError, match=r"in \(0, 1\], found 0"):
+        torchsbp.sbp_frames(encoder(), VIDEO, 0, step=0)
+    with pytest.raises(ValueError, match="unknown sampler 'frame'"):
+        torchsbp.sbp_frames(encoder(), VIDEO, 0.5, step=0, sampler="frame")
