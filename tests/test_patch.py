@@ -476,6 +476,23 @@ def test_global_response_norm_is_refused_by_name():
         torchsbp.apply(tiny_convnext(use_grn=True, ls_init_value=None))
 
 
+def test_hooks_that_would_not_run_are_refused_by_name():
+    model = tiny_vit()
+    model.blocks[1].register_forward_hook(lambda *args: None)  # on a block: it runs
+    handle = model.blocks[1].attn.register_forward_hook(lambda *args: None)
+    with pytest.raises(ValueError, match=r"blocks.1: attn has forward hooks, which would not run in training"):
+        torchsbp.apply(model)
+    handle.remove()
+    torchsbp.apply(model)
+
+
+def test_an_error_in_the_second_backbone_leaves_the_first_alone():
+    model = nn.ModuleList([tiny_vit(), tiny_vit(depth=6)])
+    with pytest.raises(ValueError, match=r"lists 2 ratios for 3 SBP blocks|lists 3 ratios for 2 SBP blocks"):
+        torchsbp.apply(model, keep_ratio=[0.5, 0.5, 0.5])
+    assert not any(isinstance(m, torchsbp.sites.Site) for m in model.modules())
+
+
 def test_attention_mask_is_refused_in_training():
     model = torchsbp.apply(tiny_vit(img_size=32))
     x = torch.randn(2, 5, 24)

@@ -77,9 +77,10 @@ def apply(
     backbones = list(find_backbones(model))
     if not backbones:
         raise ValueError(nothing_found(model))
-    plans = [(name, module, adapter, places(module, adapter, config)) for name, module, adapter in backbones]
-    for name, module, adapter, found in plans:
-        bind_backbone(name, module, adapter, found, config)
+    plans = [plan(name, module, adapter, config) for name, module, adapter in backbones]  # errors come from here
+    for bindings in plans:
+        for module, mixin, binding in bindings:
+            bind(module, mixin, binding)
     return model
 
 
@@ -216,7 +217,11 @@ def choose_blocks(model: nn.Module, adapter: Adapter, stages: list[Stage], confi
     return result
 
 
-def bind_backbone(name: str, model: nn.Module, adapter: Adapter, found: list[Place], config: SBPConfig) -> None:
+def plan(
+    name: str, model: nn.Module, adapter: Adapter, config: SBPConfig
+) -> list[tuple[nn.Module, type[Site], Binding | EntryBinding]]:
+    """What to bind to which module of a backbone: the sampled and exact modules, and its entry."""
+    found = places(model, adapter, config)
     sampled = [place for place in found if place.depth is not None]
     masks = Masks(
         config,
@@ -230,13 +235,15 @@ def bind_backbone(name: str, model: nn.Module, adapter: Adapter, found: list[Pla
     if not isinstance(config.keep_ratio, schedules.Milestones):
         masks.ratios = ratios_of(config, depths, 0)
     sites = {place.name: index for index, place in enumerate(sampled)}
-    for place in found:
-        bind(place.module, SITES[type(place.parts)], Binding(masks, sites.get(place.name), place.parts))
-    entry = find(model, adapter.entry)
-    device = next(model.parameters()).device
     modules = [place.module for place in sampled]
-    bind(entry, EntrySite, EntryBinding(masks, adapter, modules, depths, f"{name}." if name else ""))
-    entry.register_buffer(STEP, torch.zeros((), dtype=torch.int64, device=device), persistent=False)
+    entry = EntryBinding(masks, adapter, modules, depths, f"{name}." if name else "")
+    return [
+        (find(model, adapter.entry), EntrySite, entry),
+        *(
+            (place.module, SITES[type(place.parts)], Binding(masks, sites.get(place.name), place.parts))
+            for place in found
+        ),
+    ]
 
 
 def ratios_of(config: SBPConfig, depths: tuple[int, ...], step: int) -> tuple[float, ...]:

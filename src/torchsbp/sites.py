@@ -68,9 +68,12 @@ def _rebuild(mixin: type[Site], base: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
 
 
-def bind(module: nn.Module, mixin: type[Site], binding: Any) -> None:
+def bind(module: nn.Module, mixin: type[Site], binding: "Binding | EntryBinding") -> None:
     module.__class__ = bound_class(mixin, type(module))
-    module.sbp = binding
+    module.sbp = binding  # type: ignore[assignment]
+    if isinstance(binding, EntryBinding):
+        device = next(module.parameters()).device
+        module.register_buffer(STEP, torch.zeros((), dtype=torch.int64, device=device), persistent=False)
 
 
 def unbind(module: nn.Module) -> None:

@@ -5,7 +5,7 @@ An adapter describes a block by these; nothing here runs a model.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -57,8 +57,15 @@ class Parts:
 
     idle: tuple[str, ...] = ()
 
+    called: ClassVar[tuple[str, ...]] = ()
+    """Fields whose modules are still called as modules; of the others the ops only read the parameters."""
+
     def problems(self, block: nn.Module) -> Iterator[str]:
         """Why the ops can't run this block, one sentence each; nothing if they can."""
+        called = [getattr(self, field) for field in self.called]
+        for name, module in block.named_modules():
+            if name and name not in called and (module._forward_hooks or module._forward_pre_hooks):
+                yield f"{name} has forward hooks, which would not run in training; remove them first"
         for name in self.idle:
             part = find(block, name)
             if not (part is None or isinstance(part, nn.Identity) or _idle_dropout(part)):
@@ -73,6 +80,8 @@ class Parts:
 @dataclass(frozen=True)
 class TransformerBlock(Parts):
     """``x + drop1(scale1(proj(attention(norm1(x)))))``, then ``x + drop2(scale2(fc2(act(fc1(norm2(x))))))``."""
+
+    called: ClassVar[tuple[str, ...]] = ("drop1", "drop2")
 
     norm1: str = "norm1"
     attention: str = "attn"
@@ -102,6 +111,8 @@ class TransformerBlock(Parts):
 @dataclass(frozen=True)
 class ConvBlock(Parts):
     """``x + drop(scale(fc2(act(fc1(norm(conv(x)))))))`` on ``[B, C, H, W]``; fc1 and fc2 are Linear or 1×1 Conv2d."""
+
+    called: ClassVar[tuple[str, ...]] = ("conv", "drop")
 
     conv: str = "conv_dw"
     norm: str = "norm"
