@@ -1,0 +1,42 @@
+"""The named members of timm's ViT and ConvNeXt families: patched, forward exact, gradients equal the oracle."""
+
+import pytest
+import timm
+import torch
+
+import torchsbp
+from torchsbp import SBPConfig
+
+from .test_patch import check_against_oracle
+
+MEMBERS = {
+    "deit_tiny_patch16_224": {"img_size": 64, "depth": 2},
+    "deit_tiny_distilled_patch16_224": {"img_size": 64, "depth": 2},
+    "deit3_small_patch16_224": {"img_size": 64, "depth": 2},
+    "vit_small_patch14_dinov2": {"img_size": 56, "depth": 2},
+    "vit_small_patch14_reg4_dinov2": {"img_size": 56, "depth": 2},
+    "vit_base_patch32_clip_224": {"img_size": 128, "depth": 2, "embed_dim": 96, "num_heads": 3},
+    "vit_base_patch32_clip_quickgelu_224": {"img_size": 128, "depth": 2, "embed_dim": 96, "num_heads": 3},
+    "vit_base_patch16_siglip_224": {"img_size": 64, "depth": 2, "embed_dim": 96, "num_heads": 3},
+    "vit_tiny_r_s16_p8_224": {"img_size": 64, "depth": 2},
+    "vit_wee_patch16_reg1_gap_256": {"img_size": 64, "depth": 2},
+    "convnext_atto": {"depths": (1, 1, 3, 1)},
+    "convnext_tiny_hnf": {"depths": (1, 1, 3, 1), "dims": (16, 24, 32, 48)},
+}
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_member_of_the_family(name):
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=5, **MEMBERS[name]).double().train()
+    options = MEMBERS[name]
+    size = options.get("img_size", 64)
+    x = torch.randn(2, 3, size, size, dtype=torch.float64)
+    check_against_oracle(model, SBPConfig(keep_ratio=0.5), x)
+
+
+def test_a_norm_nobody_described_is_refused_by_name():
+    with pytest.raises(
+        ValueError, match=r"stages.0.blocks.0: norm is timm.layers.norm.SimpleNorm2d; supported norms: "
+    ):
+        torchsbp.apply(timm.create_model("convnext_zepto_rms"))
