@@ -36,7 +36,5 @@ def test_member_of_the_family(name):
 
 
 def test_a_norm_nobody_described_is_refused_by_name():
-    with pytest.raises(
-        ValueError, match=r"stages.0.blocks.0: norm is timm.layers.norm.SimpleNorm2d; supported norms"
-    ):
+    with pytest.raises(ValueError, match=r"stages.0.blocks.0: norm is timm.layers.norm.SimpleNorm2d; supported norms"):
         torchsbp.apply(timm.create_model("convnext_zepto_rms"))

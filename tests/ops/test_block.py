@@ -68,22 +68,33 @@ def test_gradcheck_at_ratio_one():
     assert torch.autograd.gradcheck(dense, leaves)
 
 
+@pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("rule", ["query", "qkv"])
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
-def test_saved_bytes_are_those_of_the_formula(rule, ratio):
-    """x (kept rows under "qkv"), attention output and log-sum-exp of kept rows, indices; nothing else."""
+def test_saved_bytes_are_those_of_the_formula(rule, ratio, recompute):
+    """x (kept rows under "qkv"), attention output and log-sum-exp of kept rows, indices; Q, K, V and the hidden layer
+    unless they are recomputed; nothing else."""
     x, _, p1, p2 = inputs()
     rows = kept_rows(B, N, ratio)
     saved = 0
     params = {t.data_ptr() for t in (*p1, *p2) if t is not None}
+    storages = set()
 
     def pack(t):
         nonlocal saved
-        saved += 0 if t.data_ptr() in params else t.numel() * t.element_size()
+        if t.data_ptr() not in params and t.untyped_storage()._cdata not in storages:
+            storages.add(t.untyped_storage()._cdata)
+            saved += t.untyped_storage().nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        transformer_block(x, rows, p1, spec_of(rule), p2, MLPSpec())
+        y = transformer_block(x, rows, p1, spec_of(rule), p2, MLPSpec(), how=Backward(recompute=recompute))
     k = B * round(ratio * N)
-    x_rows = k if rule == "qkv" else B * N
-    assert saved == 8 * (x_rows * C + k * C + k * HEADS) + (0 if rows is None else 8 * k)
+    kv = k if rule == "qkv" else B * N
+    numbers = kv * C + k * C + k * HEADS
+    if not recompute:
+        numbers += k * C + 2 * kv * C + k * 4 * C
+        if rule == "query" and rows is not None:
+            numbers += B * N * C  # K and V are views of the whole projection, queries included
+    assert y.requires_grad
+    assert saved == 8 * numbers + (0 if rows is None else 8 * k)
