@@ -92,6 +92,21 @@ def check_compiled(name: str, options: dict, backend: str, steps: int) -> None:
     assert entry_of(model).sbp_step == steps
 
 
+def test_compiled_convnext_with_changing_image_sizes():
+    torch._dynamo.reset()
+    eager = torchsbp.apply(FAMILIES["convnext"].model(), keep_ratio=0.5)
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for size in ((64, 96), (96, 64), (64, 128)):
+        x = torch.randn(2, 3, *size, dtype=torch.float64)
+        model.zero_grad()
+        compiled(x).square().sum().backward()
+        eager.zero_grad()
+        eager(x).square().sum().backward()
+        found, expected = ({n: p.grad for n, p in m.named_parameters()} for m in (model, eager))
+        assert_gradients(found, expected)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at the block's non-leaf input
 def test_compiled_blocks_alone(no_recompilation):
     """Regional compilation: masks are inputs of each block's graph."""

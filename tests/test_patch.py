@@ -447,7 +447,7 @@ def test_kept_before_training():
 
 def test_nothing_to_patch_names_what_was_found():
     model = timm.create_model("resnet18")
-    message = r"nothing to patch in timm.models.resnet.ResNet: .*timm.models.resnet.BasicBlock.*Supported: timm ViT"
+    message = r"nothing to patch in timm.models.resnet.ResNet: .*timm.models.resnet.BasicBlock.*Supported.*: timm ViT"
     with pytest.raises(ValueError, match=message):
         torchsbp.apply(model)
 
@@ -460,7 +460,9 @@ def test_nothing_to_patch_names_what_was_found():
         ({"scale_attn_norm": True}, r"attn.norm is LayerNorm"),
         ({"act_layer": nn.Hardswish}, r"mlp.act is torch.nn.modules.activation.Hardswish; supported activations"),
         ({"block_fn": timm.models.vision_transformer.ResPostBlock}, r"blocks.0 is .*ResPostBlock; supported: .*Block"),
-        ({"mlp_layer": timm.layers.SwiGLU}, r"mlp.fc1 is missing; supported: torch.nn.Linear"),
+        ({"mlp_layer": timm.layers.SwiGLU}, r"mlp is timm.layers.mlp.SwiGLU; supported: timm.layers.mlp.Mlp"),
+        ({"mlp_layer": timm.layers.SwiGLUPacked}, r"mlp is timm.layers.mlp.GluMlp; supported: timm.layers.mlp.Mlp"),
+        ({"attn_layer": "diff"}, r"attn is timm.layers.*DiffAttention; supported: timm.layers.attention.Attention"),
     ],
     ids=str,
 )
@@ -480,10 +482,65 @@ def test_hooks_that_would_not_run_are_refused_by_name():
     model = tiny_vit()
     model.blocks[1].register_forward_hook(lambda *args: None)  # on a block: it runs
     handle = model.blocks[1].attn.register_forward_hook(lambda *args: None)
-    with pytest.raises(ValueError, match=r"blocks.1: attn has forward hooks, which would not run in training"):
+    with pytest.raises(ValueError, match=r"blocks.1: attn has hooks, which would not run in training"):
         torchsbp.apply(model)
     handle.remove()
     torchsbp.apply(model)
+
+
+def test_changes_inside_a_block_are_refused_when_training_begins():
+    model = torchsbp.apply(tiny_vit())
+    model.blocks[0].attn.proj_drop.p = 0.5
+    model.eval()
+    with pytest.raises(ValueError, match=r"SBPBlock was changed after torchsbp.apply: attn.proj_drop is Dropout"):
+        model.train()
+    torchsbp.remove(model)
+    model.train()
+
+
+def test_a_block_that_appears_twice_is_refused():
+    model = tiny_vit()
+    model.blocks[1] = model.blocks[2]
+    with pytest.raises(ValueError, match=r"blocks.2 is the same module as blocks.1"):
+        torchsbp.apply(model)
+    assert not any(isinstance(m, torchsbp.sites.Site) for m in model.modules())
+
+
+def test_step_counter_from_the_meta_device_begins_at_zero():
+    with torch.device("meta"):
+        model = torchsbp.apply(tiny_vit())
+    model.to_empty(device="cpu")
+    assert entry_of(model).sbp_step == 0
+    torchsbp.set_step(model, 5)
+    assert entry_of(model.double()).sbp_step == 5
+
+
+def test_no_grad_forward_leaves_the_last_masks():
+    model = torchsbp.apply(FAMILIES["vit"].model(), keep_ratio=0.5, sampler="random")
+    step(model, images())
+    kept = torchsbp.kept(model)["blocks.2"]
+    with torch.no_grad():
+        model(images(1))
+    assert torch.equal(torchsbp.kept(model)["blocks.2"], kept)
+    assert entry_of(model).sbp_step == 1
+
+
+def test_bad_samplers_and_schedules():
+    model = torchsbp.apply(tiny_vit().train(), sampler=lambda shape, ratios, key: torch.arange(24))
+    with pytest.raises(ValueError, match=r"the sampler must give an int64 order of shape \(1, 24\).*it gave"):
+        model(images().float())
+    schedule = schedules.Milestones(((0, 0.5), (100, [0.5, 0.5, 0.5])))
+    refuse({"keep_ratio": schedule}, ValueError, r"lists 3 ratios for 2 SBP blocks")
+
+
+def test_rms_norm_in_half_precision_does_not_overflow():
+    plain = tiny_vit(norm_layer="rmsnorm").half().train()
+    with torch.no_grad():
+        plain.pos_embed.add_(torch.randn_like(plain.pos_embed) * 300)
+    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=1.0)
+    (_, found), (_, expected) = step(model, images().half()), step(plain, images().half())
+    name = "blocks.0.norm1.weight"
+    assert (found[name] - expected[name]).norm() < 0.05 * expected[name].norm()
 
 
 def test_an_error_in_the_second_backbone_leaves_the_first_alone():

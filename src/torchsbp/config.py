@@ -28,7 +28,7 @@ class SBPConfig:
       from where the recipe begins; block indices; block names (``*`` matches); a filter (name, module) -> bool.
     - ``scope``: "branch" keeps the residual path's gradient everywhere, "block" gates it too.
     - ``per_sample``: a mask for every image instead of one for the batch.
-    - ``scale``: "weight" multiplies weight gradients of sampled branches by 1/r (unbiased for SGD), "none" does not.
+    - ``scale``: "weight" multiplies weight gradients of sampled branches by 1/r (for SGD; docs/method.md, section 4).
     - ``recompute``: the dial between memory and speed. True: backward recomputes what it needs from the input of each
       block (least memory). False: the results of matrix products are saved, for kept rows. Blocks that are not sampled
       run the same way, with exact gradients.

@@ -47,23 +47,22 @@ class Masks:
         self.ratios: tuple[float, ...] | None = None
         self.batch = 0
         self.grids: tuple[Grid, ...] | None = None
-        self.step: Tensor | None = None
+        self.pending: tuple[int, tuple[Grid, ...], Tensor] | None = None  # a forward whose masks are not drawn yet
         self.rows: tuple[Tensor | None, ...] | None = None
         self.kept_heads: tuple[Tensor | None, ...] | None = None
 
     def begin(self, batch: int, grid: Grid, step: Tensor) -> None:
         """A new forward has begun with this first grid. Masks are drawn now, or under no_grad when first needed."""
-        self.batch, self.step, self.rows = batch, step, None
         grids = [grid]
         for shrink in self.shrinks[1:]:
             grids.append(grids[-1] if shrink is None else shrink(grids[-1]))
-        self.grids = tuple(grids)
+        self.pending = (batch, tuple(grids), step)
         if torch.is_grad_enabled():
             self.draw()
 
     def draw(self) -> None:
         """Sample the kept rows of every site from (seed, step, rank), and count the step."""
-        if self.grids is None or self.step is None:
+        if self.pending is None:
             raise RuntimeError(
                 "a sampled block ran before the model's patch embedding or stem: SBP learns the image size there. "
                 "Call the model (or its forward_features), not its blocks alone."
@@ -73,9 +72,16 @@ class Masks:
                 "keep_ratio is a schedule over training: call torchsbp.set_step(model, step) before each step"
             )
         config = self.config
-        key = samplers.draw_key(config.seed, self.step, _rank(), self.batch if config.per_sample else 1)
+        self.batch, self.grids, step = self.pending
+        samples = self.batch if config.per_sample else 1
+        key = samplers.draw_key(config.seed, step, _rank(), samples)
         coarse = self.grids[max(self.stages)]
         order = samplers.resolve(config.sampler)(coarse, self.ratios, key)
+        if tuple(order.shape) != (samples, math.prod(coarse)) or order.dtype != torch.int64:
+            raise ValueError(
+                f"the sampler must give an int64 order of shape {(samples, math.prod(coarse))}, all positions of the "
+                f"grid {coarse} for each sample; it gave {order.dtype} of shape {tuple(order.shape)}"
+            )
         drawn: dict[tuple[int, float], Tensor | None] = {}
         for stage, ratio in zip(self.stages, self.ratios, strict=True):
             if (stage, ratio) not in drawn:
@@ -84,7 +90,8 @@ class Masks:
         self.kept_heads = tuple(
             self._heads(heads, ratio, key) for heads, ratio in zip(self.heads, self.ratios, strict=True)
         )
-        self.step.add_(1)
+        step.add_(1)
+        self.pending = None
 
     def _rows(self, order: Tensor, coarse: Grid, stage: int, ratio: float) -> Tensor:
         assert self.grids is not None
@@ -111,7 +118,7 @@ class Masks:
 
     def rows_of(self, site: int, batch: int, positions: int) -> tuple[Tensor | None, Tensor | None]:
         """Kept rows and kept heads of a site whose input has that many samples and rows per sample."""
-        if self.rows is None:
+        if self.rows is None or self.pending is not None:
             self.draw()
         assert self.rows is not None
         assert self.kept_heads is not None

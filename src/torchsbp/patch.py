@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
@@ -157,10 +158,11 @@ def nothing_found(model: nn.Module) -> str:
         for child in parent
         if not qualified(child).startswith("torch.nn.")
     }
-    supported = "; ".join(f"{a.name} ({', '.join(a.blocks)})" for a in ADAPTERS)
+    supported = "; ".join(f"{a.name}: {a.model} with {', '.join(a.blocks)}" for a in ADAPTERS)
     return (
         f"nothing to patch in {qualified(model)}: its blocks are {', '.join(sorted(blocks)) or 'not recognisable'}. "
-        f"Supported: {supported}. For your own position-wise layers use torchsbp.sbp(fn, x, keep, dim)."
+        f"Supported, also inside another module: {supported}. "
+        "For your own position-wise layers use torchsbp.sbp(fn, x, keep, dim)."
     )
 
 
@@ -170,6 +172,7 @@ def places(model: nn.Module, adapter: Adapter, config: SBPConfig) -> list[Place]
     sampled = choose_blocks(model, adapter, stages, config)
     found: list[Place] = []
     problems: list[str] = []
+    names: dict[nn.Module, str] = {}
     depth = 0
     for index, stage in enumerate(stages):
         chosen = [name in sampled for name in stage.blocks]
@@ -183,6 +186,8 @@ def places(model: nn.Module, adapter: Adapter, config: SBPConfig) -> list[Place]
             if parts is None:
                 problems.append(f"{name} is {qualified(module)}; supported: {', '.join(adapter.blocks)}")
                 continue
+            if names.setdefault(module, name) != name:
+                problems.append(f"{name} is the same module as {names[module]}")
             problems += [f"{name}: {problem}" for problem in parts.problems(module)]
             found.append(Place(name, module, index, parts, depth if is_sampled else None))
             depth += is_sampled and name in stage.blocks
@@ -205,8 +210,8 @@ def choose_blocks(model: nn.Module, adapter: Adapter, stages: list[Stage], confi
     else:
         result = set()
         for item in wanted:
-            if isinstance(item, int) and -len(names) <= item < len(names):
-                matches = [names[item]]
+            if isinstance(item, Integral) and -len(names) <= item < len(names):
+                matches = [names[int(item)]]
             else:
                 matches = [name for name in names if isinstance(item, str) and fnmatch(name, item)]
             if not matches:
@@ -232,7 +237,10 @@ def plan(
         tuple(sampled_heads(place, config) for place in sampled),
     )
     depths = tuple(place.depth for place in sampled if place.depth is not None)
-    if not isinstance(config.keep_ratio, schedules.Milestones):
+    if isinstance(config.keep_ratio, schedules.Milestones):
+        for step, _ in config.keep_ratio.points:
+            ratios_of(config, depths, step)  # every list has the right length
+    else:
         masks.ratios = ratios_of(config, depths, 0)
     sites = {place.name: index for index, place in enumerate(sampled)}
     modules = [place.module for place in sampled]

@@ -64,7 +64,7 @@ def enlarge(order: Tensor, coarse: Shape, fine: Shape) -> Tensor:
 
 def enlarged_count(k: int, coarse: Shape, fine: Shape) -> int:
     """round(k · n_fine / n_coarse): the number of positions that go with k cells of the coarser grid."""
-    return round(k * math.prod(fine) / math.prod(coarse))
+    return round(index(k * math.prod(fine)) / index(math.prod(coarse)))
 
 
 def _count(shape: Shape, ratio: float) -> int:

@@ -1,11 +1,12 @@
 """The modules that ``apply`` puts in place of a model's own: subclasses of their classes that run the ops in training.
 
 Each is a mixin that stands before the module's own class, so that eval mode, ``no_grad`` and everything it does not
-override are the module's own. Parameters are read from the module at every call: copies, sharding and surgery are seen.
+override are the module's own. Parameters are read from the module at every call, so copies and sharding are seen; that
+its parts are still those the ops know is checked whenever the model enters training mode.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from .ops.downsample import Downsample, DownsampleSpec, downsample
 from .ops.gate import gate
 from .ops.layers import Backward, autocast_dtype
 from .ops.mlp import MLP, MLPSpec, mlp_branch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 STEP = "sbp_step"
 
@@ -97,8 +101,19 @@ class EntryBinding:
 class EntrySite(Site):
     """The patch embedding or stem: every forward begins here."""
 
+    def _apply(self, fn: Any, recurse: bool = True) -> "Self":
+        """Moves and casts; a step counter that comes from the meta device (``to_empty``) begins at 0."""
+        was_meta = self.get_buffer(STEP).is_meta
+        super()._apply(fn, recurse)
+        step = self.get_buffer(STEP)
+        if was_meta and not step.is_meta:
+            step.zero_()
+        return self
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         y = super().forward(x, *args, **kwargs)
+        if getattr(self, "_is_replica", False):
+            raise RuntimeError("nn.DataParallel shares one mask between threads; use DistributedDataParallel")
         entry: EntryBinding = self.sbp
         if any(site.training for site in entry.sites) and not recomputing():
             entry.masks.begin(x.shape[0], entry.adapter.grid(self, x, y), self.get_buffer(STEP))
@@ -126,6 +141,16 @@ class SampledSite(Site):
 
     def run(self, x: Tensor) -> Tensor:
         raise NotImplementedError
+
+    def train(self, mode: bool = True) -> "Self":
+        """Entering training mode, a block that was changed since ``apply`` is refused instead of misread."""
+        problems = list(self.sbp.parts.problems(self)) if mode else []
+        if problems:
+            raise ValueError(
+                f"{type(self).__name__} was changed after torchsbp.apply: {'; '.join(problems)}. Call "
+                "torchsbp.remove(model) before such changes."
+            )
+        return super().train(mode)
 
 
 class TransformerSite(SampledSite):

@@ -3,8 +3,8 @@
 An adapter describes a block by these; nothing here runs a model.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from torch import nn
@@ -27,6 +27,7 @@ ACTIVATIONS = {
     "timm.layers.activations.GELUTanh": "gelu_tanh",
     "timm.layers.activations.QuickGELU": "quick_gelu",
 }
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 DROP_PATHS = (
     "torch.nn.modules.linear.Identity",
     "timm.layers.drop.DropPath",
@@ -53,26 +54,34 @@ def find(module: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class Parts:
-    """Dotted names in a block. ``idle`` names parts that must do nothing: inner dropout, extra norms, gates."""
+    """Dotted names in a block.
+
+    ``idle`` names parts that must do nothing: inner dropout, extra norms, gates. ``classes`` says of which classes the
+    modules that hold the parts must be: another one may compute something else from the same parts.
+    """
 
     idle: tuple[str, ...] = ()
+    classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     called: ClassVar[tuple[str, ...]] = ()
     """Fields whose modules are still called as modules; of the others the ops only read the parameters."""
 
     def problems(self, block: nn.Module) -> Iterator[str]:
         """Why the ops can't run this block, one sentence each; nothing if they can."""
-        called = [getattr(self, field) for field in self.called]
+        for name, allowed in self.classes.items():
+            if _class(find(block, name)) not in allowed:
+                yield f"{name} is {_class(find(block, name))}; supported: {', '.join(allowed)}"
+        called = [getattr(self, name) for name in self.called]
         for name, module in block.named_modules():
-            if name and name not in called and (module._forward_hooks or module._forward_pre_hooks):
-                yield f"{name} has forward hooks, which would not run in training; remove them first"
+            if name and name not in called and any(getattr(module, hooks) for hooks in HOOKS):
+                yield f"{name} has hooks, which would not run in training; remove them first"
         for name in self.idle:
             part = find(block, name)
             if not (part is None or isinstance(part, nn.Identity) or _idle_dropout(part)):
                 yield f"{name} is {part}, which is not supported (allowed: absent, Identity, Dropout with p=0)"
-        for field in fields(self):
-            check = _CHECKS.get(field.name)
-            name = getattr(self, field.name)
+        for part_field in fields(self):
+            check = _CHECKS.get(part_field.name)
+            name = getattr(self, part_field.name)
             if check is not None and name:
                 yield from check(name, find(block, name))
 

@@ -5,6 +5,10 @@ from torch import Tensor, nn
 from .base import Adapter, Stage, early_stages, last_blocks, no_prefix, output_grid
 from .parts import ConvBlock, Downsample, TransformerBlock
 
+# Where timm keeps it, and where it was before.
+ATTENTION = ("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention")
+MLP = ("timm.layers.mlp.Mlp",)
+
 
 def patch_grid(embed: nn.Module, x: Tensor, y: Tensor) -> tuple[int, ...]:
     return tuple(embed.dynamic_feat_size(tuple(x.shape[-2:])))  # type: ignore[operator]
@@ -36,8 +40,9 @@ VIT = Adapter(
         "timm.models.vision_transformer.Block": TransformerBlock(
             idle=(
                 *("attn.attn_drop", "attn.norm", "attn.gate", "attn.proj_drop"),
-                *("mlp.drop1", "mlp.norm", "mlp.drop2", "mlp.gate"),
-            )
+                *("mlp.drop1", "mlp.norm", "mlp.drop2"),
+            ),
+            classes={"attn": ATTENTION, "mlp": MLP},
         )
     },
     recipe=last_blocks,
@@ -52,7 +57,7 @@ CONVNEXT = Adapter(
     stages=convnext_stages,
     blocks={
         "timm.models.convnext.ConvNeXtBlock": ConvBlock(
-            idle=("shortcut", "mlp.drop1", "mlp.norm", "mlp.grn", "mlp.drop2")
+            idle=("shortcut", "mlp.drop1", "mlp.norm", "mlp.grn", "mlp.drop2"), classes={"mlp": MLP}
         )
     },
     recipe=early_stages,

@@ -14,7 +14,6 @@ from torch import Tensor
 aten = torch.ops.aten
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu")
-NORMS = ("layer", "rms")
 
 Grad = Tensor | None
 
@@ -110,8 +109,9 @@ def norm_again(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.d
     x = x if weight is None else x.to(weight.dtype)
     if static.kind == "rms":
         eps = torch.finfo(x.dtype).eps if static.eps is None else static.eps
-        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-        return Normed(norm(x, weight, bias, static, dtype), x, None, rstd)
+        wide = x.float() if x.dtype == torch.float16 else x  # squares overflow in half precision
+        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return Normed(norm(x, weight, bias, static, dtype), wide, None, rstd)
     y, mean, rstd = aten.native_layer_norm(x, [x.shape[-1]], weight, bias, static.eps)
     return Normed(cast(y, dtype), x, mean, rstd)
 
