@@ -29,18 +29,17 @@ def sbp(**options: Any) -> Method:
 
 
 def sbp_and_checkpoint(**options: Any) -> Method:
-    """SBP with ``recompute=False`` on the sampled blocks, plain checkpointing of the others."""
+    """SBP with ``recompute=False``; the blocks that are not sampled are checkpointed."""
 
     def prepare(model: nn.Module) -> None:
         torchsbp.apply(model, recompute=False, **options)
-        sampled = {id(module) for _, module in torchsbp.patch.patched_modules(model)}
-        checkpoint_blocks(model, lambda block: id(block) not in sampled)
+        checkpoint_blocks(model, lambda block: block.sbp.site is None)  # type: ignore[union-attr]
 
     return Method(prepare)
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    kinds = ("Block", "ConvNeXtBlock", "SBPBlock", "SBPConvNeXtBlock", "Algorithm1Block")
+    kinds = ("Block", "ConvNeXtBlock", "SBPBlock", "SBPConvNeXtBlock")
     return (module for module in model.modules() if type(module).__name__ in kinds)
 
 
