@@ -149,9 +149,8 @@ def test_forward_is_bit_identical_in_float32(family):
     model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5)
     x = images().float()
     difference = (step(model, x)[0] - step(plain, x)[0]).abs().max()
-    conv_mlp = family.options.get(
-        "conv_mlp", False
-    )  # a matrix product instead of a 1×1 convolution sums in another order
+    # A matrix product sums in another order than a 1×1 convolution.
+    conv_mlp = family.options.get("conv_mlp", False)
     assert difference < 1e-5 if conv_mlp else difference == 0
 
 
@@ -567,6 +566,8 @@ def test_image_too_small_for_the_mask():
     with pytest.raises(ValueError, match=r"image too small for the mask: ratio 0.1 keeps none of the 4 cells"):
         model(x)
     assert entry_of(model).sbp_step == 0
+    with pytest.raises(RuntimeError, match="there are no kept positions yet"):
+        torchsbp.kept(model)
     step(model, torch.randn(1, 3, 64, 64, dtype=torch.float64))
 
 

@@ -73,6 +73,7 @@ class Masks:
             )
         config = self.config
         self.batch, self.grids, step = self.pending
+        self.rows = None  # an error below leaves no rows of another grid behind
         samples = self.batch if config.per_sample else 1
         key = samplers.draw_key(config.seed, step, _rank(), samples)
         coarse = self.grids[max(self.stages)]
