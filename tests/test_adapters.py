@@ -7,7 +7,7 @@ import torch
 import torchsbp
 from torchsbp import SBPConfig
 
-from .test_patch import check_against_oracle
+from .families import check_against_oracle
 
 MEMBERS = {
     "deit_tiny_patch16_224": {"img_size": 64, "depth": 2},

@@ -14,7 +14,7 @@ from torch import nn
 import torchsbp
 
 from .counting import SavedBytes
-from .test_patch import FAMILIES, assert_gradients, entry_of, images, step
+from .families import FAMILIES, assert_gradients, entry_of, images, step
 
 SMALL = ["vit", "vit layer scale, drop path", "convnext", "torchvision convnext"]
 

@@ -7,7 +7,7 @@ import torch
 
 import torchsbp
 
-from .test_patch import FAMILIES, images, step
+from .families import FAMILIES, images, step
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

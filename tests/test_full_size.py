@@ -10,7 +10,7 @@ import torchvision
 import torchsbp
 from torchsbp import SBPConfig
 
-from .test_patch import RATIOS, check_against_oracle
+from .families import RATIOS, check_against_oracle
 
 MODELS = {
     "vit_tiny": lambda: timm.create_model("vit_tiny_patch16_224"),

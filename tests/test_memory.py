@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 import torchsbp
 
 from .counting import SavedBytes
-from .test_patch import FAMILIES, images
+from .families import FAMILIES, images
 
 
 def saved_bytes(name: str, batch: int, **options) -> int:

@@ -1,0 +1,190 @@
+"""Fails loudly: what is refused, in which words, and that the model is left as it was."""
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import torchsbp
+from torchsbp import SBPConfig, schedules
+
+from .families import FAMILIES, entry_of, images, step, tiny_convnext, tiny_vit
+
+
+@pytest.mark.parametrize("ratio", [0, -1, 1.5, float("nan"), float("inf"), [0.5, 0.0], []])
+def test_bad_ratio(ratio):
+    refuse({"keep_ratio": ratio}, ValueError, r"in \(0, 1\]")
+
+
+@pytest.mark.parametrize("ratio", ["half", True, None, {}])
+def test_ratio_of_a_wrong_type(ratio):
+    if ratio is None:
+        with pytest.raises(TypeError, match=r"number in \(0, 1\]"):
+            SBPConfig(keep_ratio=None)
+    else:
+        refuse({"keep_ratio": ratio}, TypeError, r"number in \(0, 1\].*found")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"sampler": "gird"}, r"unknown sampler 'gird'.*'grid', 'random', 'frames', 'frames_jitter', 'checkerboard'"),
+        ({"attention": "kv"}, r"attention='kv' is not allowed; allowed: 'query', 'qkv', 'head'"),
+        ({"scope": "layer"}, r"scope='layer' is not allowed; allowed: 'branch', 'block'"),
+        ({"scale": "both"}, r"scale='both' is not allowed; allowed: 'none', 'weight'"),
+        ({"recompute": "yes"}, r"recompute='yes' is not allowed; allowed: True, False"),
+        ({"scale": "weight", "attention": "head"}, r"scale=\"weight\" is defined for sampled rows"),
+        ({"blocks": 1.5}, r"blocks=1.5 is not allowed; use None .* a fraction in \(0, 1\]"),
+        ({"blocks": [7]}, r"blocks: 7 matches none of the 3 blocks, blocks.0 … blocks.2"),
+        ({"blocks": ["layer.1"]}, r"blocks: 'layer.1' matches none of the 3 blocks"),
+        ({"blocks": lambda name, block: False}, r"selects none of the 3 blocks"),
+        ({"keep_ratio": [0.5, 0.5, 0.5]}, r"lists 3 ratios for 2 SBP blocks; give 2 of them"),
+    ],
+    ids=str,
+)
+def test_bad_options(options, message):
+    refuse(options, ValueError, message)
+
+
+def test_unknown_option():
+    refuse({"ratio": 0.5}, TypeError, r"unknown option ratio; allowed: keep_ratio, sampler, attention")
+
+
+def test_unknown_preset():
+    with pytest.raises(ValueError, match=r"preset='papers' is not allowed; allowed: 'default', 'paper'"):
+        SBPConfig.preset("papers")
+
+
+def refuse(options, error, message) -> None:
+    """The error, and the model as it was."""
+    model = FAMILIES["vit"].model()
+    classes, attributes = [type(m) for m in model.modules()], [set(m.__dict__) for m in model.modules()]
+    with pytest.raises(error, match=message):
+        torchsbp.apply(model, **options)
+    assert [type(m) for m in model.modules()] == classes
+    assert [set(m.__dict__) for m in model.modules()] == attributes
+
+
+def test_second_apply_and_needless_remove():
+    model = torchsbp.apply(FAMILIES["vit"].model())
+    with pytest.raises(ValueError, match=r"already patched .*call torchsbp.remove\(model\) first"):
+        torchsbp.apply(model)
+    torchsbp.remove(model)
+    for call in (torchsbp.remove, torchsbp.kept, lambda m: torchsbp.set_step(m, 0)):
+        with pytest.raises(ValueError, match="the model is not patched"):
+            call(model)
+
+
+def test_kept_before_training():
+    with pytest.raises(RuntimeError, match="no forward has run in training mode"):
+        torchsbp.kept(torchsbp.apply(FAMILIES["vit"].model()))
+
+
+def test_nothing_to_patch_names_what_was_found():
+    model = timm.create_model("resnet18")
+    message = r"nothing to patch in timm.models.resnet.ResNet: .*timm.models.resnet.BasicBlock.*Supported.*: timm ViT"
+    with pytest.raises(ValueError, match=message):
+        torchsbp.apply(model)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"attn_drop_rate": 0.1}, r"blocks.0: attn.attn_drop is Dropout\(p=0.1.*not supported"),
+        ({"proj_drop_rate": 0.1}, r"attn.proj_drop is Dropout\(p=0.1(.|\n)*mlp.drop1 is Dropout\(p=0.1"),
+        ({"scale_attn_norm": True}, r"attn.norm is LayerNorm"),
+        ({"act_layer": nn.Hardswish}, r"mlp.act is torch.nn.modules.activation.Hardswish; supported activations"),
+        ({"block_fn": timm.models.vision_transformer.ResPostBlock}, r"blocks.0 is .*ResPostBlock; supported: .*Block"),
+        ({"mlp_layer": timm.layers.SwiGLU}, r"mlp is timm.layers.mlp.SwiGLU; supported: timm.layers.mlp.Mlp"),
+        ({"mlp_layer": timm.layers.SwiGLUPacked}, r"mlp is timm.layers.mlp.GluMlp; supported: timm.layers.mlp.Mlp"),
+        ({"attn_layer": "diff"}, r"attn is timm.layers.*DiffAttention; supported: timm.layers.attention.Attention"),
+    ],
+    ids=str,
+)
+def test_unsupported_parts_are_refused_by_name(options, message):
+    model = tiny_vit(**options)
+    with pytest.raises(ValueError, match=message):
+        torchsbp.apply(model)
+    assert not any(isinstance(m, torchsbp.sites.Site) for m in model.modules())
+
+
+def test_global_response_norm_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"mlp.grn is GlobalResponseNorm"):
+        torchsbp.apply(tiny_convnext(use_grn=True, ls_init_value=None))
+
+
+def test_hooks_that_would_not_run_are_refused_by_name():
+    model = tiny_vit()
+    model.blocks[1].register_forward_hook(lambda *args: None)  # on a block: it runs
+    handle = model.blocks[1].attn.register_forward_hook(lambda *args: None)
+    with pytest.raises(ValueError, match=r"blocks.1: attn has hooks, which would not run in training"):
+        torchsbp.apply(model)
+    handle.remove()
+    torchsbp.apply(model)
+
+
+def test_changes_inside_a_block_are_refused_when_training_begins():
+    model = torchsbp.apply(tiny_vit())
+    model.blocks[0].attn.proj_drop.p = 0.5
+    model.eval()
+    with pytest.raises(ValueError, match=r"SBPBlock was changed after torchsbp.apply: attn.proj_drop is Dropout"):
+        model.train()
+    torchsbp.remove(model)
+    model.train()
+
+
+def test_a_block_that_appears_twice_is_refused():
+    model = tiny_vit()
+    model.blocks[1] = model.blocks[2]
+    with pytest.raises(ValueError, match=r"blocks.2 is the same module as blocks.1"):
+        torchsbp.apply(model)
+    assert not any(isinstance(m, torchsbp.sites.Site) for m in model.modules())
+
+
+def test_bad_samplers_and_schedules():
+    model = torchsbp.apply(tiny_vit().train(), sampler=lambda shape, ratios, key: torch.arange(24))
+    with pytest.raises(ValueError, match=r"the sampler must give an int64 order of shape \(1, 24\).*it gave"):
+        model(images().float())
+    schedule = schedules.Milestones(((0, 0.5), (100, [0.5, 0.5, 0.5])))
+    refuse({"keep_ratio": schedule}, ValueError, r"lists 3 ratios for 2 SBP blocks")
+
+
+def test_an_error_in_the_second_backbone_leaves_the_first_alone():
+    model = nn.ModuleList([tiny_vit(), tiny_vit(depth=6)])
+    with pytest.raises(ValueError, match=r"lists 2 ratios for 3 SBP blocks|lists 3 ratios for 2 SBP blocks"):
+        torchsbp.apply(model, keep_ratio=[0.5, 0.5, 0.5])
+    assert not any(isinstance(m, torchsbp.sites.Site) for m in model.modules())
+
+
+def test_attention_mask_is_refused_in_training():
+    model = torchsbp.apply(tiny_vit(img_size=32))
+    x = torch.randn(2, 5, 24)
+    mask = torch.ones(5, 5, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"called with extra arguments in training"):
+        model.blocks[0](x, attn_mask=mask)
+    model.eval()
+    assert model.blocks[0](x, attn_mask=mask).shape == x.shape
+
+
+def test_image_too_small_for_the_mask():
+    model = tiny_convnext().double().train()
+    torchsbp.apply(model, keep_ratio=0.1)
+    x = torch.randn(1, 3, 32, 32, dtype=torch.float64)  # 2×2 positions in stage 3
+    with pytest.raises(ValueError, match=r"image too small for the mask: ratio 0.1 keeps none of the 4 cells"):
+        model(x)
+    assert entry_of(model).sbp_step == 0
+    with pytest.raises(RuntimeError, match="there are no kept positions yet"):
+        torchsbp.kept(model)
+    step(model, torch.randn(1, 3, 64, 64, dtype=torch.float64))
+
+
+def test_dropped_tokens_are_refused():
+    model = torchsbp.apply(tiny_vit(patch_drop_rate=0.5).train())
+    with pytest.raises(ValueError, match=r"blocks.1 was given 3 samples of 13 positions.*patch_drop_rate"):
+        model(images().float())
+
+
+def test_blocks_alone_are_refused():
+    model = torchsbp.apply(tiny_vit().train())
+    with pytest.raises(RuntimeError, match=r"ran before the model's patch embedding or stem"):
+        model.blocks(torch.randn(2, 25, 24))
