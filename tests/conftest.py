@@ -1,4 +1,9 @@
 import os
 
+import torch
+
 # Some virtual machines advertise AMX and then refuse its instructions: bf16 on CPU would end the process.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+if not torch.cuda.is_available():  # Triton kernels are interpreted; to be said before they are imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -8,27 +8,32 @@ The probabilities are those of the full softmax in all of them. Saved: the atten
 (heads), and x: all rows where K and V of all rows are needed, kept rows under ``"qkv"``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import opaque
 from . import rows as R
+from .fused import Cotangent, cotangent, norm_backward, norm_backward_spread, normalise
 from .layers import (
     Backward,
     Grad,
     Norm,
+    Normed,
     autocast_dtype,
+    bias_gradient,
+    cast,
     linear,
-    linear_backward,
     norm,
     norm_again,
-    norm_backward,
     scaled,
-    scaled_linear_backward,
+    scaled_linear_gradients,
+    weight_gradient,
 )
+from .layers import norm_backward as head_norm_backward
 from .sdpa import attend, attend_backward
 
 RULES = ("query", "qkv", "head")
@@ -120,8 +125,8 @@ def attend_normalised_backward(
     q = norm_again(qkv.q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm, spec.dtype)
     k = norm_again(qkv.k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm, spec.dtype)
     dq, dk, dv = attend_backward(do, q.y, k.y, qkv.v, o, lse, spec.softmax_scale, spec.fused)
-    dq, dqw, dqb = norm_backward(dq, q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm, needs[:2])
-    dk, dkw, dkb = norm_backward(dk, k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm, needs[2:])
+    dq, dqw, dqb = head_norm_backward(dq, q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm, needs[:2])
+    dk, dkw, dkb = head_norm_backward(dk, k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm, needs[2:])
     return QKV(dq, dk, dv), (dqw, dqb, dkw, dkb)
 
 
@@ -148,7 +153,7 @@ def attention_output(o: Tensor, p: Attention, spec: AttentionSpec) -> Tensor:
 
 
 def attention_backward(
-    dy: Tensor,
+    dy: Cotangent,
     x: Tensor,
     rows: R.Rows,
     o: Tensor,
@@ -157,50 +162,47 @@ def attention_backward(
     p: Attention,
     spec: AttentionSpec,
     needs: Sequence[bool],
-) -> tuple[Tensor, Attention]:
-    """From ``dy [B * k, C]`` and ``x [B, m, C]``: dx (shape of x) and the gradients of the parameters, in their order.
+) -> tuple[Tensor, Grad, Normed, tuple[Grad, ...]]:
+    """From the cotangent of queries and ``x [B, m, C]``: the gradient of normalised x, what to add to it at the query
+    rows, normalised x itself, and the gradients of all parameters but its norm's, in their order; ``needs`` for them.
 
     Rows of ``dy``, ``o [B * k, H * D]`` and ``lse [B * k, H]`` are the queries; ``rows`` says which rows of x they are
     (None: all of them, in order). All rows of x are keys and values. ``qkv`` is recomputed unless given.
     """
-    samples = x.shape[0]
-    do, dwo, dbo, dscale = scaled_linear_backward(dy, o, p.proj_weight, p.proj_bias, p.scale, o.dtype, needs[8:])
-    n = norm_again(x, p.norm_weight, p.norm_bias, spec.norm, spec.dtype)
+    samples, dtype = x.shape[0], dy.dy.dtype
+    do = dy.dz @ cast(p.proj_weight, dtype)
+    d_proj = scaled_linear_gradients(dy.dy, dy.total, o, p.proj_weight, p.proj_bias, p.scale, needs[6:])
+    del dy
+    n = normalise(R.flat(x), p.norm_weight, p.norm_bias, spec.norm, spec.dtype)
     n_q = R.take(n.y, rows)
-    if qkv is None and rows is None:
-        qkv = project(n.y, p, spec)
-    elif qkv is None:
-        qkv = project_apart(n_q.view(samples, -1, x.shape[-1]), n.y, p, spec)
-    assert qkv is not None
+    weight = cast(p.qkv_weight, dtype)
+    if qkv is None:
+        half, channels = p._replace(qkv_weight=weight), x.shape[-1]
+        n_kv, n_q3 = n.y.view(samples, -1, channels), n_q.view(samples, -1, channels)
+        qkv = project(n_kv, half, spec) if rows is None else project_apart(n_q3, n_kv, half, spec)
 
     lse = lse.view(samples, -1, spec.heads).transpose(1, 2)
     do, o = to_heads(do, samples, spec.heads), to_heads(o, samples, spec.heads)
-    dqkv, d_norms = attend_normalised_backward(do, qkv, o, lse, p, spec, needs[4:8])
-    del qkv
-    dq, dk, dv = (R.flat(to_rows(g)).to(o.dtype) for g in dqkv)
+    dqkv, d_norms = attend_normalised_backward(do, qkv, o, lse, p, spec, needs[2:6])
+    del qkv, do, o
+    dq, dk, dv = (R.flat(to_rows(g)).to(dtype) for g in dqkv)
+    del dqkv
 
-    need_weight, need_bias = needs[2:4]
+    need_weight, need_bias = needs[:2]
     if rows is None:
-        dn, dw, db = linear_backward(
-            torch.cat([dq, dk, dv], 1), R.flat(n.y), p.qkv_weight, (True, need_weight, need_bias)
-        )
-    else:
-        width = p.qkv_weight.shape[0] // 3
-        dn_q, dwq, dbq = linear_backward(dq, n_q, p.qkv_weight[:width], (True, need_weight, need_bias))
-        dn, dwkv, dbkv = linear_backward(
-            torch.cat([dk, dv], 1), R.flat(n.y), p.qkv_weight[width:], (True, need_weight, need_bias)
-        )
-        dw, db = stack(dwq, dwkv), stack(dbq, dbkv)
-        assert dn is not None
-        assert dn_q is not None
-        dn.index_add_(0, rows, dn_q)
-    assert dn is not None
-    dx, dnw, dnb = norm_backward(dn.view(x.shape), n, p.norm_weight, p.norm_bias, spec.norm, needs[:2])
-    return dx, Attention(dnw, dnb, dw, db, *d_norms, dwo, dbo, dscale)  # type: ignore[arg-type, call-arg]
+        d = torch.cat([dq, dk, dv], 1)
+        dw, db = weight_gradient(d, n.y, p.qkv_weight, need_weight), bias_gradient(d, p.qkv_weight, need_bias)
+        return d @ weight, None, n, (dw, db, *d_norms, *d_proj)
+    width = weight.shape[0] // 3
+    d = torch.cat([dk, dv], 1)
+    dw = stack(weight_gradient(g, m, p.qkv_weight, need_weight) for g, m in ((dq, n_q), (d, n.y)))
+    db = stack(bias_gradient(g, p.qkv_weight, need_bias) for g in (dq, d))
+    return d @ weight[width:], dq @ weight[:width], n, (dw, db, *d_norms, *d_proj)
 
 
-def stack(a: Grad, b: Grad) -> Grad:
-    return None if a is None or b is None else torch.cat([a, b])
+def stack(grads: Iterable[Grad]) -> Grad:
+    given = [g for g in grads if g is not None]
+    return torch.cat(given) if given else None
 
 
 class _AttentionBranch(torch.autograd.Function):
@@ -217,10 +219,9 @@ class _AttentionBranch(torch.autograd.Function):
     ) -> Tensor:
         p = Attention(*params)  # type: ignore[arg-type]
         o, lse, qkv = attention_forward(x, p, spec)
-        ctx.save_for_backward(
-            *saved(x, o, lse, None if how.recompute else qkv, rows, heads, spec), rows, heads, factor, *params
-        )
-        ctx.spec, ctx.how = spec, how
+        kept = saved(x, o, lse, None if how.recompute else qkv, rows, heads, spec)
+        ctx.save_for_backward(*kept, rows, heads, factor, *params)
+        ctx.static, ctx.weight_scale = (spec, how.scope), how.weight_scale
         y = attention_output(o, p, spec)
         if factor is not None:
             y = y * factor.view(-1, 1, 1)
@@ -230,27 +231,61 @@ class _AttentionBranch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors  # read once: checkpointing unpacks each tensor a single time
-        x, o, lse, *qkv, rows, heads, factor = tensors[:9]
-        p = Attention(*tensors[9:])
-        needs, spec, how = ctx.needs_input_grad[6:], ctx.spec, ctx.how
-        kept_dy = R.take(dy, rows)
-        x = R.after(kept_dy, x)
-        kept_p, kept_spec = (p, spec) if heads is None else select_heads(p, spec, heads)
-        dx, grads = attention_backward(
-            R.per_sample(kept_dy, factor),
-            x,
-            rows if spec.rule == "query" else None,
-            o,
-            lse,
-            None if how.recompute else QKV(*qkv),
-            kept_p,
-            kept_spec,
-            needs,
+        needs = ctx.needs_input_grad[6:]
+        dx, grads = opaque.backward("attention_branch", dy, tensors[:9], tensors[9:], needs, dy.shape, ctx.static)
+        return dx, *[None] * 5, *scaled(grads, ctx.weight_scale)
+
+
+def _attention_branch_backward(
+    dy: Tensor,
+    saved: Sequence[Any],
+    params: Sequence[Any],
+    needs: Sequence[bool],
+    shape: Sequence[int],
+    static: tuple[AttentionSpec, str],
+) -> tuple[Tensor, opaque.Grads]:
+    x, o, lse, q, k, v, rows, heads, factor = saved
+    spec, scope = static
+    p = Attention(*params)
+    kept_p, kept_spec = (p, spec) if heads is None else select_heads(p, spec, heads)
+    dy = R.flat(dy)
+    kept_dy = cotangent(dy, rows, factor, p.scale, x.shape[0], o.dtype)
+    qkv = None if q is None else QKV(q, k, v)
+    dx, grads = attention_input_backward(kept_dy, x, rows, o, lse, qkv, kept_p, kept_spec, needs, None, dy, scope)
+    if heads is not None:
+        grads = scatter_heads(grads, p, spec, heads)
+    return dx.view(shape), list(grads)
+
+
+def attention_input_backward(
+    dy: Cotangent,
+    x: Tensor,
+    rows: R.Rows,
+    o: Tensor,
+    lse: Tensor,
+    qkv: QKV | None,
+    p: Attention,
+    spec: AttentionSpec,
+    needs: Sequence[bool],
+    kept: Grad,
+    base: Tensor,
+    scope: str,
+) -> tuple[Tensor, Attention]:
+    """``attention_backward`` down to x ``[R, C]``, all rows: the norm's part too, and the residual path's cotangent:
+    ``kept`` at kept rows (None: ``base`` there too), ``base`` elsewhere, unless the scope is "block"."""
+    x_rows = rows if spec.rule == "query" else None  # which rows of the saved x are the kept ones
+    dn, dn_q, n, grads = attention_backward(dy, x, x_rows, o, lse, qkv, p, spec, needs[2:])
+    norm_args = (dn, n, p.norm_weight, p.norm_bias, spec.norm, needs[:2])
+    if rows is None:
+        dx, dnw, dnb = norm_backward(*norm_args, base if kept is None else kept)
+    else:
+        dx, dnw, dnb = norm_backward_spread(
+            *norm_args, rows, base.shape[0], x.dtype, dn_kept=dn_q, kept=kept, base=base, gated=scope == "block"
         )
-        if heads is not None:
-            grads = scatter_heads(grads, p, spec, heads)
-        dx = join(dy, None, dx, rows, spec.rule, how.scope)
-        return dx, *[None] * 5, *scaled(grads, how.weight_scale)
+    return dx.to(x.dtype), Attention(dnw, dnb, *grads)  # type: ignore[arg-type]
+
+
+opaque.register("attention_branch", _attention_branch_backward, AttentionSpec, Norm)
 
 
 def saved(
@@ -273,27 +308,6 @@ def saved(
 def take_head_rows(x: Tensor, rows: R.Rows) -> Tensor:
     """The given rows of ``[B, H, N, D]``."""
     return x if rows is None else to_heads(R.take(to_rows(x), rows), x.shape[0], x.shape[1])
-
-
-def join(dy: Tensor, extra: Grad, dx: Tensor, rows: R.Rows, rule: str, scope: str) -> Tensor:
-    """Gradient of the input: the residual path's ``dy`` (at kept rows only in scope "block"), plus attention's ``dx``.
-
-    ``extra`` is what an MLP branch above adds to dy at kept rows. Under "qkv" dx has the kept rows alone. dx is ours:
-    where it has all rows it is written in place.
-    """
-    kept_dy = R.take(dy, rows)
-    kept_dy = kept_dy if extra is None else kept_dy + extra
-    if rows is None:
-        return kept_dy.view(dy.shape) + dx
-    if rule == "qkv":
-        return R.put(dy if scope == "branch" else torch.zeros_like(dy), rows, kept_dy + R.flat(dx))
-    if scope == "block":
-        R.flat(dx).index_add_(0, rows, kept_dy.to(dx.dtype))
-        return dx
-    dx.add_(dy)
-    if extra is not None:
-        R.flat(dx).index_add_(0, rows, extra.to(dx.dtype))
-    return dx
 
 
 def select_heads(p: Attention, spec: AttentionSpec, heads: Tensor) -> tuple[Attention, AttentionSpec]:

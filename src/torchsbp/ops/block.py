@@ -4,24 +4,26 @@ Saved per block: x (all rows; under rule "qkv" the kept ones), and the kept rows
 log-sum-exp. The rows between the two branches are recomputed from these, so they need not be saved.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import opaque
 from . import rows as R
 from .attention import (
     QKV,
     Attention,
     AttentionSpec,
-    attention_backward,
     attention_forward,
+    attention_input_backward,
     attention_output,
-    join,
     saved,
 )
-from .layers import Backward, Grad, autocast_dtype, scaled
+from .fused import cotangent, norm_backward, normalise
+from .layers import Backward, Grad, Norm, autocast_dtype, linear, scaled
 from .mlp import MLP, MLPSpec, mlp_backward, mlp_hidden, mlp_output
 
 
@@ -69,34 +71,48 @@ class _TransformerBlock(torch.autograd.Function):
         kept_h = None if how.recompute else R.take(h, rows)
         y = mlp_output(h, p2, spec2)
         ctx.save_for_backward(*kept, kept_h, rows, factor1, factor2, *params)
-        ctx.specs, ctx.how = (spec1, spec2), how
+        ctx.static, ctx.weight_scale = (spec1, spec2, how.scope), how.weight_scale
         return x + (y if factor2 is None else y * factor2.view(-1, 1, 1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors  # read once: checkpointing unpacks each tensor a single time
-        x, o, lse, *qkv, h, rows, factor1, factor2 = tensors[:10]
-        params = tensors[10:]
-        p1, p2 = Attention(*params[:ATTENTION_PARAMS]), MLP(*params[ATTENTION_PARAMS:])
-        (spec1, spec2), how = ctx.specs, ctx.how
         needs = ctx.needs_input_grad[7:]
-        x_rows = rows if spec1.rule == "query" else None  # which rows of the saved x are the kept ones
+        dx, grads = opaque.backward("transformer_block", dy, tensors[:10], tensors[10:], needs, dy.shape, ctx.static)
+        return dx, *[None] * 6, *scaled(grads, ctx.weight_scale)
 
-        kept_dy = R.take(dy, rows)
-        x = R.after(kept_dy, x)
-        kept_x = R.take(x, x_rows) + R.per_sample(attention_output(o, p1, spec1), factor1)
-        extra, grads2 = mlp_backward(R.per_sample(kept_dy, factor2), kept_x, h, p2, spec2, needs[ATTENTION_PARAMS:])
-        dx, grads1 = attention_backward(
-            R.per_sample(kept_dy + extra, factor1),
-            x,
-            x_rows,
-            o,
-            lse,
-            None if how.recompute else QKV(*qkv),
-            p1,
-            spec1,
-            needs[:ATTENTION_PARAMS],
-        )
-        dx = join(dy, extra, dx, rows, spec1.rule, how.scope)
-        return dx, *[None] * 6, *scaled((*grads1, *grads2), how.weight_scale)
+
+def _transformer_block_backward(
+    dy: Tensor,
+    saved: Sequence[Any],
+    params: Sequence[Any],
+    needs: Sequence[bool],
+    shape: Sequence[int],
+    static: tuple[AttentionSpec, MLPSpec, str],
+) -> tuple[Tensor, opaque.Grads]:
+    x, o, lse, q, k, v, h, rows, factor1, factor2 = saved
+    spec1, spec2, scope = static
+    p1, p2 = Attention(*params[:ATTENTION_PARAMS]), MLP(*params[ATTENTION_PARAMS:])
+    needs1, needs2 = needs[:ATTENTION_PARAMS], needs[ATTENTION_PARAMS:]
+    samples, dtype, dy = x.shape[0], o.dtype, R.flat(dy)
+    x_rows = rows if spec1.rule == "query" else None  # which rows of the saved x are the kept ones
+
+    branch = linear(o, p1.proj_weight, p1.proj_bias, dtype)
+    middle = normalise(
+        R.flat(x), p2.norm_weight, p2.norm_bias, spec2.norm, spec2.dtype,
+        rows=x_rows, branch=branch, scale=p1.scale, factor=factor1, samples=samples,
+    )  # fmt: skip
+    del branch
+    kept_dy = cotangent(dy, rows, factor2, p2.scale, samples, dtype)
+    dn, grads2 = mlp_backward(kept_dy, middle, None if h is None else R.flat(h), p2, spec2, needs2[2:])
+    del kept_dy
+    d_middle, dnw, dnb = norm_backward(dn, middle, p2.norm_weight, p2.norm_bias, spec2.norm, needs2[:2], dy, rows)
+    del middle, dn
+    kept_dy = cotangent(d_middle, None, factor1, p1.scale, samples, dtype)
+    qkv = None if q is None else QKV(q, k, v)
+    dx, grads1 = attention_input_backward(kept_dy, x, rows, o, lse, qkv, p1, spec1, needs1, d_middle, dy, scope)
+    return dx.view(shape), [*grads1, dnw, dnb, *grads2]
+
+
+opaque.register("transformer_block", _transformer_block_backward, AttentionSpec, MLPSpec, Norm)

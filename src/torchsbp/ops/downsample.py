@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import opaque
 from . import rows as R
-from .layers import Backward, Grad, Norm, autocast_dtype, cast, linear_backward, norm, norm_again, norm_backward, scaled
+from .fused import cotangent, norm_backward_spread, normalise
+from .layers import Backward, Grad, Norm, autocast_dtype, cast, norm, scaled, weight_gradient
 
 
 class Downsample(NamedTuple):
@@ -60,25 +62,43 @@ class _Downsample(torch.autograd.Function):
             rows = torch.arange(y.shape[0] * y.shape[2] * y.shape[3], device=x.device)
         inputs = patch_rows(rows, x.shape[2:], y.shape[2:], p.weight.shape[2:], spec.stride)
         ctx.save_for_backward(R.take(channels_last, inputs), rows, *params)
-        ctx.spec, ctx.how, ctx.size = spec, how, tuple(x.shape)
+        ctx.spec, ctx.weight_scale, ctx.shape = spec, how.weight_scale, channels_last.shape
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, rows, *params = ctx.saved_tensors
-        p, spec, needs = Downsample(*params), ctx.spec, ctx.needs_input_grad[4:]
-        B, C, H, W = ctx.size
-        out, _, kh, kw = p.weight.shape
-        kept_dy = cast(R.take(dy.permute(0, 2, 3, 1), rows), spec.dtype)
-        x = R.after(kept_dy, x)
-        n = norm_again(x, p.norm_weight, p.norm_bias, spec.norm, spec.dtype)
-        matrix = p.weight.permute(0, 2, 3, 1).flatten(1)
-        dn, dw, db = linear_backward(kept_dy, n.y.view(-1, kh * kw * C), matrix, (True, *needs[2:]))
-        assert dn is not None
-        if dw is not None:
-            dw = dw.view(out, kh, kw, C).permute(0, 3, 1, 2)
-        dx, dnw, dnb = norm_backward(dn.view_as(x), n, p.norm_weight, p.norm_bias, spec.norm, needs[:2])
-        inputs = patch_rows(rows, (H, W), dy.shape[2:], (kh, kw), spec.stride)
-        dx = R.put(dx.new_zeros(B, H, W, C), inputs, dx).permute(0, 3, 1, 2)
-        return dx, None, None, None, *scaled((dnw, dnb, dw, db), ctx.how.weight_scale)
+        tensors = ctx.saved_tensors
+        needs = ctx.needs_input_grad[4:]
+        dx, grads = opaque.backward("downsample", dy, tensors[:2], tensors[2:], needs, ctx.shape, ctx.spec)
+        return dx.permute(0, 3, 1, 2), None, None, None, *scaled(grads, ctx.weight_scale)
+
+
+def _downsample_backward(
+    dy: Tensor,
+    saved: Sequence[Any],
+    params: Sequence[Any],
+    needs: Sequence[bool],
+    shape: Sequence[int],
+    spec: DownsampleSpec,
+) -> tuple[Tensor, opaque.Grads]:
+    x, rows = saved
+    p = Downsample(*params)
+    B, H, W, C = shape
+    out, _, kh, kw = p.weight.shape
+    n = normalise(x, p.norm_weight, p.norm_bias, spec.norm, spec.dtype)
+    kept_dy = cotangent(R.flat(dy.permute(0, 2, 3, 1)), rows, None, None, B, n.y.dtype)
+    matrix = p.weight.permute(0, 2, 3, 1).flatten(1)
+    dw = weight_gradient(kept_dy.dy, n.y.view(-1, kh * kw * C), matrix, needs[2])
+    if dw is not None:
+        dw = dw.view(out, kh, kw, C).permute(0, 3, 1, 2)
+    db = kept_dy.total.to(p.weight.dtype) if needs[3] else None
+    dn = kept_dy.dy @ cast(matrix, n.y.dtype)
+    inputs = patch_rows(rows, (H, W), dy.shape[2:], (kh, kw), spec.stride)
+    dx, dnw, dnb = norm_backward_spread(
+        dn.view_as(x), n, p.norm_weight, p.norm_bias, spec.norm, needs[:2], inputs, B * H * W, x.dtype
+    )
+    return dx.view(B, H, W, C), [dnw, dnb, dw, db]
+
+
+opaque.register("downsample", _downsample_backward, DownsampleSpec, Norm)

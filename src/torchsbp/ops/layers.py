@@ -33,9 +33,9 @@ class Backward(NamedTuple):
     weight_scale: float = 1.0
 
 
-def scaled(grads: tuple[Grad, ...], weight_scale: float) -> tuple[Grad, ...]:
+def scaled(grads: Sequence[Grad], weight_scale: float) -> Sequence[Grad]:
     """Weight gradients times 1/r (``scale="weight"``)."""
-    return grads if weight_scale == 1 else tuple(None if g is None else g * weight_scale for g in grads)
+    return grads if weight_scale == 1 else [None if g is None else g * weight_scale for g in grads]
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -55,36 +55,40 @@ def linear(x: Tensor, weight: Tensor, bias: Grad, dtype: torch.dtype | None) -> 
     return F.linear(cast(x, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype))
 
 
-def linear_backward(dy: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> tuple[Grad, Grad, Grad]:
-    """``dx = dy W``, ``dW = dyᵀ x``, ``db = Σ dy`` (Eq. 3), for 2-D dy and x; ``needs`` for (x, W, b)."""
-    dx = dy @ weight.to(dy.dtype) if needs[0] else None
-    dw = (dy.t() @ x.to(dy.dtype)).to(weight.dtype) if needs[1] else None
-    db = dy.sum(0).to(weight.dtype) if needs[2] else None
-    return dx, dw, db
+def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, need: bool = True) -> Grad:
+    """``dW = dyᵀ x`` (Eq. 3) for 2-D dy and x, in the precision of the weight; half-precision products of a GPU are
+    summed and given in float32, without a rounding in between."""
+    if not need:
+        return None
+    if dy.is_cuda and dy.dtype in (torch.float16, torch.bfloat16) and weight.dtype == torch.float32:
+        return torch.mm(dy.t(), x, out_dtype=torch.float32)
+    return (dy.t() @ x).to(weight.dtype)
 
 
-def scaled_linear_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Grad, scale: Grad, dtype: torch.dtype, needs: Sequence[bool]
-) -> tuple[Tensor, Grad, Grad, Grad]:
-    """Backward of ``y = γ ∘ (x Wᵀ + b)``: gradients of (x, W, b, γ); ``needs`` for (W, b, γ).
+def bias_gradient(dy: Tensor, weight: Tensor, need: bool = True) -> Grad:
+    """``db = Σ dy`` over rows, in the precision of the weight."""
+    return dy.sum(0, dtype=weight.dtype) if need else None
+
+
+def scaled_linear_gradients(
+    dy: Tensor, total: Tensor, x: Tensor, weight: Tensor, bias: Grad, scale: Grad, needs: Sequence[bool]
+) -> tuple[Grad, Grad, Grad]:
+    """For ``y = γ ∘ (x Wᵀ + b)`` and ``total = Σ dy``: gradients of (W, b, γ), and ``needs`` for them.
 
     The output of the linear layer is not needed for γ: ``dγ = rowsum(W ∘ (dyᵀ x)) + b ∘ Σ dy``, from the product that
     ``dW = γ ∘ (dyᵀ x)`` takes anyway.
     """
-    dz = cast(dy if scale is None else dy * scale, dtype)
-    if scale is None or not needs[2]:
-        dx, dw, db = linear_backward(dz, x, weight, (True, needs[0], needs[1]))
-        assert dx is not None
-        return dx, dw, db, None
-    dx = dz @ weight.to(dtype)
-    product = (cast(dy, dtype).t() @ cast(x, dtype)).to(weight.dtype)
-    total = dy.sum(0).to(weight.dtype)
-    dw = scale[:, None] * product if needs[0] else None
-    db = scale * total if needs[1] else None
-    dscale = (weight * product).sum(1)
-    if bias is not None:
-        dscale = dscale + bias * total
-    return dx, dw, db, dscale.to(scale.dtype)
+    product = weight_gradient(dy, x, weight, needs[0] or needs[2])
+    total = total.to(weight.dtype)
+    if scale is None:
+        return product, total if needs[1] else None, None
+    dscale = None
+    if needs[2]:
+        assert product is not None
+        dscale = torch.linalg.vecdot(weight, product)
+        dscale = (dscale if bias is None else dscale + bias * total).to(scale.dtype)
+    dw = scale[:, None] * product if needs[0] and product is not None else None
+    return dw, scale * total if needs[1] else None, dscale
 
 
 def norm(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype | None = None) -> Tensor:

@@ -11,21 +11,22 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import opaque
 from . import rows as R
+from .fused import Cotangent, activation_step, cotangent, norm_backward, norm_backward_spread, normalise
 from .layers import (
     Backward,
     Grad,
     Norm,
+    Normed,
     activation,
-    activation_backward,
     autocast_dtype,
+    cast,
     linear,
-    linear_backward,
     norm,
-    norm_again,
-    norm_backward,
     scaled,
-    scaled_linear_backward,
+    scaled_linear_gradients,
+    weight_gradient,
 )
 
 
@@ -75,20 +76,23 @@ def mlp_output(h: Tensor, p: MLP, spec: MLPSpec) -> Tensor:
     return z if p.scale is None else z * p.scale
 
 
-def mlp_backward(dy: Tensor, x: Tensor, h: Grad, p: MLP, spec: MLPSpec, needs: Sequence[bool]) -> tuple[Tensor, MLP]:
-    """From dy and x ``[rows, C]``: dx and the gradients of the parameters, in their order; ``needs`` in that order."""
-    n = norm_again(x, p.norm_weight, p.norm_bias, spec.norm, spec.dtype)
+def mlp_backward(
+    dy: Cotangent, n: Normed, h: Grad, p: MLP, spec: MLPSpec, needs: Sequence[bool]
+) -> tuple[Tensor, tuple[Grad, ...]]:
+    """From normalised kept rows: their gradient, and those of (weight1, bias1, weight2, bias2, scale); ``needs`` for
+    the latter. ``h`` is the hidden layer, recomputed unless given."""
+    dtype = dy.dy.dtype
+    weight1, weight2 = cast(p.weight1, dtype), cast(p.weight2, dtype)
+    own = h is None
     if h is None:
-        h = linear(n.y, p.weight1, p.bias1, spec.dtype)
-    g = activation(h, spec.act)
-    dg, dw2, db2, dscale = scaled_linear_backward(dy, g, p.weight2, p.bias2, p.scale, h.dtype, needs[4:])
-    del g  # the hidden layer is the widest: no more of it at once than needed
-    dh = activation_backward(dg, h, spec.act)
-    del dg, h
-    dn, dw1, db1 = linear_backward(dh, n.y, p.weight1, (True, *needs[2:4]))
-    assert dn is not None
-    dx, dnw, dnb = norm_backward(dn, n, p.norm_weight, p.norm_bias, spec.norm, needs[:2])
-    return dx, MLP(dnw, dnb, dw1, db1, dw2, db2, dscale)  # type: ignore[arg-type]
+        h = linear(n.y, weight1, p.bias1, dtype)
+    g, dh, total = activation_step(h, dy.dz @ weight2, spec.act, own)
+    del h  # the hidden layer is the widest: no more of it at once than needed
+    dw2, db2, dscale = scaled_linear_gradients(dy.dy, dy.total, g, p.weight2, p.bias2, p.scale, needs[2:])
+    del g
+    dw1 = weight_gradient(dh, n.y, p.weight1, needs[0])
+    db1 = total.to(p.weight1.dtype) if needs[1] else None
+    return dh @ weight1, (dw1, db1, dw2, db2, dscale)
 
 
 class _MLPBranch(torch.autograd.Function):
@@ -107,7 +111,7 @@ class _MLPBranch(torch.autograd.Function):
         h = mlp_hidden(x, p, spec)
         kept_h = None if how.recompute else R.take(h, rows)
         ctx.save_for_backward(R.take(x, rows) if rows is not None else x, kept_h, rows, factor, *params)
-        ctx.spec, ctx.residual, ctx.how, ctx.shape = spec, residual, how, x.shape
+        ctx.static, ctx.weight_scale = (spec, residual, how.scope), how.weight_scale
         y = mlp_output(h, p, spec)
         if factor is not None:
             y = y * factor.view(-1, *[1] * (x.dim() - 1))
@@ -116,14 +120,33 @@ class _MLPBranch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, h, rows, factor, *params = ctx.saved_tensors
-        kept_dy = R.take(dy, rows)
-        x = R.after(kept_dy, R.flat(x))
+        tensors = ctx.saved_tensors
         needs = ctx.needs_input_grad[6:]
-        dx, grads = mlp_backward(R.per_sample(kept_dy, factor), x, h, MLP(*params), ctx.spec, needs)
-        if ctx.residual:
-            base = dy if ctx.how.scope == "branch" else torch.zeros_like(dy)
-            dx = R.put(base, rows, kept_dy + dx)
-        else:
-            dx = R.put(x.new_zeros(ctx.shape), rows, dx)
-        return dx, None, None, None, None, None, *scaled(grads, ctx.how.weight_scale)
+        dx, grads = opaque.backward("mlp_branch", dy, tensors[:4], tensors[4:], needs, dy.shape, ctx.static)
+        return dx, *[None] * 5, *scaled(grads, ctx.weight_scale)
+
+
+def _mlp_branch_backward(
+    dy: Tensor,
+    saved: Sequence[Any],
+    params: Sequence[Any],
+    needs: Sequence[bool],
+    shape: Sequence[int],
+    static: tuple[MLPSpec, bool, str],
+) -> tuple[Tensor, opaque.Grads]:
+    x, h, rows, factor = saved
+    spec, residual, scope = static
+    p, samples, dy, dtype = MLP(*params), dy.shape[0], R.flat(dy), x.dtype
+    n = normalise(R.flat(x), p.norm_weight, p.norm_bias, spec.norm, spec.dtype)
+    kept_dy = cotangent(dy, rows, factor, p.scale, samples, n.y.dtype)
+    dn, grads = mlp_backward(kept_dy, n, h if h is None else R.flat(h), p, spec, needs[2:])
+    norm_args = (dn, n, p.norm_weight, p.norm_bias, spec.norm, needs[:2])
+    base = dy if residual else None
+    if rows is None:
+        dx, dnw, dnb = norm_backward(*norm_args, base)
+    else:
+        dx, dnw, dnb = norm_backward_spread(*norm_args, rows, dy.shape[0], dtype, base=base, gated=scope == "block")
+    return dx.to(dtype).view(shape), [dnw, dnb, *grads]
+
+
+opaque.register("mlp_branch", _mlp_branch_backward, MLPSpec, Norm)

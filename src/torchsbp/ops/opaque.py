@@ -1,0 +1,79 @@
+"""The backward pass of an op as a single operator of a compiled graph.
+
+The compiler sees forward and backward as one graph. It would merge what backward recomputes with the same expression in
+forward and save it, which undoes the saving; and its schedule, not ours, would say how many of the wide buffers live at
+once. Here it sees one call: what goes in is what is saved, what happens inside is the op's own code.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Grads = list[Tensor | None]
+# (dy, saved, params, needs, shape of dx, static) -> dx and the gradients of the parameters, in their order.
+Backward = Callable[[Tensor, Sequence[Any], Sequence[Any], Sequence[bool], Sequence[int], Any], tuple[Tensor, Grads]]
+
+_BACKWARD: dict[str, Backward] = {}
+_NAMES: dict[str, Any] = {"torch": torch}
+
+
+def register(name: str, backward: Backward, *specs: type) -> None:
+    """Make a backward function callable by name; ``specs`` are the named tuples in its static argument."""
+    _BACKWARD[name] = backward
+    _NAMES.update({spec.__name__: spec for spec in specs})
+
+
+def backward(
+    name: str,
+    dy: Tensor,
+    saved: Sequence[Tensor | None],
+    params: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    shape: Sequence[int],
+    static: Any,
+) -> tuple[Tensor, Grads]:
+    """Run a registered backward function: as it is, or while compiling as one operator."""
+    if not torch.compiler.is_compiling():
+        return _BACKWARD[name](dy, saved, params, needs, shape, static)
+    dx, *grads = torch.ops.torchsbp.backward(name, dy, saved, params, needs, shape, repr(static))
+    given = iter(grads)
+    return dx, [next(given) if need else None for need in needs]
+
+
+@torch.library.custom_op("torchsbp::backward", mutates_args=())
+def _operator(
+    name: str,
+    dy: Tensor,
+    saved: Sequence[Tensor | None],
+    params: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    shape: Sequence[int],
+    static: str,
+) -> list[Tensor]:
+    dx, grads = _BACKWARD[name](dy, saved, params, needs, shape, _read(static))
+    return [g.contiguous() for g in (dx, *grads) if g is not None]
+
+
+@_operator.register_fake
+def _shapes(
+    name: str,
+    dy: Tensor,
+    saved: Sequence[Tensor | None],
+    params: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    shape: Sequence[int],
+    static: str,
+) -> list[Tensor]:
+    x = saved[0]
+    assert x is not None
+    needed = [p for p, need in zip(params, needs, strict=True) if need]
+    return [x.new_empty(shape), *(p.new_empty(p.shape) for p in needed if p is not None)]
+
+
+@cache
+def _read(static: str) -> Any:
+    """The named tuples, numbers and words that ``repr`` wrote."""
+    return eval(static, {"__builtins__": {}, **_NAMES})
