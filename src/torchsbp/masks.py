@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import samplers
 from .config import SBPConfig
+from .ops.rows import places
 
 Grid = tuple[int, ...]
 
@@ -23,6 +25,14 @@ class Shrink:
     def __call__(self, grid: Grid) -> Grid:
         sizes = zip(grid, self.kernel, self.stride, self.padding, strict=True)
         return tuple((n + 2 * p - k) // s + 1 for n, k, s, p in sizes)
+
+
+class Kept(NamedTuple):
+    """Of one site: kept rows, their inverse (on a GPU), kept heads; None: all."""
+
+    rows: Tensor | None = None
+    places: Tensor | None = None
+    heads: Tensor | None = None
 
 
 class Masks:
@@ -49,6 +59,7 @@ class Masks:
         self.grids: tuple[Grid, ...] | None = None
         self.pending: tuple[int, tuple[Grid, ...], Tensor] | None = None  # a forward whose masks are not drawn yet
         self.rows: tuple[Tensor | None, ...] | None = None
+        self.places: tuple[Tensor | None, ...] | None = None
         self.kept_heads: tuple[Tensor | None, ...] | None = None
 
     def begin(self, batch: int, grid: Grid, step: Tensor) -> None:
@@ -88,6 +99,8 @@ class Masks:
             if (stage, ratio) not in drawn:
                 drawn[stage, ratio] = None if ratio == 1 else self._rows(order, coarse, stage, ratio)
         self.rows = tuple(drawn[site] for site in zip(self.stages, self.ratios, strict=True))
+        inverse = {site: self._places(rows, site[0]) for site, rows in drawn.items()}
+        self.places = tuple(inverse[site] for site in zip(self.stages, self.ratios, strict=True))
         self.kept_heads = tuple(
             self._heads(heads, ratio, key) for heads, ratio in zip(self.heads, self.ratios, strict=True)
         )
@@ -105,6 +118,12 @@ class Masks:
         first = torch.arange(self.batch, device=order.device) * self.positions(stage)
         return (first[:, None] + positions).flatten()
 
+    def _places(self, rows: Tensor | None, stage: int) -> Tensor | None:
+        """The inverse of the rows, which the kernels of a GPU read: made once for all sites."""
+        if rows is None or not rows.is_cuda:
+            return None
+        return places(rows, self.batch * self.positions(stage))
+
     def _heads(self, heads: int, ratio: float, key: Tensor) -> Tensor | None:
         """Kept heads of a site under rule "head": a random subset, at least one, the same for the batch."""
         if not heads or ratio == 1:
@@ -117,11 +136,12 @@ class Masks:
         assert self.grids is not None
         return self.prefix + math.prod(self.grids[stage])
 
-    def rows_of(self, site: int, batch: int, positions: int) -> tuple[Tensor | None, Tensor | None]:
-        """Kept rows and kept heads of a site whose input has that many samples and rows per sample."""
+    def rows_of(self, site: int, batch: int, positions: int) -> "Kept":
+        """What a site keeps whose input has that many samples and rows per sample."""
         if self.rows is None or self.pending is not None:
             self.draw()
         assert self.rows is not None
+        assert self.places is not None
         assert self.kept_heads is not None
         assert self.grids is not None
         expected = self.positions(self.stages[site])
@@ -132,7 +152,7 @@ class Masks:
                 f"{self.grids[self.stages[site]]}). Tokens that were dropped, merged or added between the patch "
                 "embedding and the blocks (patch_drop_rate, for example) can't be mapped to the grid: switch that off."
             )
-        return self.rows[site], self.kept_heads[site]
+        return Kept(self.rows[site], self.places[site], self.kept_heads[site])
 
 
 def _rank() -> int:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .adapters import parts as P
 from .adapters.base import Adapter
-from .masks import Masks
+from .masks import Kept, Masks
 from .ops.attention import Attention, AttentionSpec, attention_branch
 from .ops.block import transformer_block
 from .ops.downsample import Downsample, DownsampleSpec, downsample
@@ -35,8 +35,8 @@ class Binding:
     site: int | None
     parts: Any
 
-    def rows(self, batch: int, positions: int) -> tuple[Tensor | None, Tensor | None]:
-        return (None, None) if self.site is None else self.masks.rows_of(self.site, batch, positions)
+    def kept(self, batch: int, positions: int) -> Kept:
+        return Kept() if self.site is None else self.masks.rows_of(self.site, batch, positions)
 
     def how(self, rows: Tensor | None, batch: int, positions: int) -> Backward:
         config = self.masks.config
@@ -158,7 +158,7 @@ class TransformerSite(SampledSite):
         b: Binding = self.sbp
         parts: P.TransformerBlock = b.parts
         batch, positions = x.shape[:2]
-        rows, heads = b.rows(batch, positions)
+        rows, places, heads = b.kept(batch, positions)
         how = b.how(rows, batch, positions)
         attention, attention_spec = self.attention(parts, "query" if b.site is None else b.masks.config.attention)
         mlp, mlp_spec = mlp_of(self, parts.norm2, parts)
@@ -168,9 +168,11 @@ class TransformerSite(SampledSite):
             drop_factor(P.find(self, parts.drop2), x, mlp.scale),
         )
         if attention_spec.rule != "head":
-            return transformer_block(x, rows, attention, attention_spec, mlp, mlp_spec, factors=factors, how=how)
+            return transformer_block(
+                x, rows, attention, attention_spec, mlp, mlp_spec, places=places, factors=factors, how=how
+            )
         x = attention_branch(x, None, attention, attention_spec, heads=heads, factor=factors[0], how=how)
-        return mlp_branch(x, rows, mlp, mlp_spec, factor=factors[1], how=how)
+        return mlp_branch(x, rows, mlp, mlp_spec, places=places, factor=factors[1], how=how)
 
     def attention(self, parts: P.TransformerBlock, rule: str) -> tuple[Attention, AttentionSpec]:
         module, norm = P.find(self, parts.attention), P.find(self, parts.norm1)
@@ -193,13 +195,13 @@ class ConvSite(SampledSite):
         parts: P.ConvBlock = b.parts
         u = P.find(self, parts.conv)(x).permute(0, 2, 3, 1)
         batch, positions = u.shape[0], u.shape[1] * u.shape[2]
-        rows, _ = b.rows(batch, positions)
+        rows, places, _ = b.kept(batch, positions)
         how = b.how(rows, batch, positions)
         mlp, spec = mlp_of(self, parts.norm, parts)
         scale = P.find(self, parts.scale)
         mlp = mlp._replace(scale=None if scale is None else scale.flatten())
         factor = drop_factor(P.find(self, parts.drop), x, scale)
-        y = mlp_branch(u, rows, mlp, spec, factor=factor, residual=False, how=how)
+        y = mlp_branch(u, rows, mlp, spec, places=places, factor=factor, residual=False, how=how)
         y = y.permute(0, 3, 1, 2) + x
         if how.scope == "branch":
             return y
@@ -212,7 +214,7 @@ class DownsampleSite(SampledSite):
         norm, conv = P.find(self, b.parts.norm), P.find(self, b.parts.down)
         out = [(n - k) // s + 1 for n, k, s in zip(x.shape[2:], conv.kernel_size, conv.stride, strict=True)]
         batch, positions = x.shape[0], out[0] * out[1]
-        rows, _ = b.rows(batch, positions)
+        rows = b.kept(batch, positions).rows
         static = P.norm_of(norm)
         assert static is not None
         params = Downsample(*affine(norm), *affine(conv))

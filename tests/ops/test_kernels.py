@@ -7,27 +7,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchsbp.ops import fused
+from torchsbp.ops import attention, block, mlp
+from torchsbp.ops import downsample as downsample_file
 from torchsbp.ops.attention import AttentionSpec, attention_branch
 from torchsbp.ops.block import transformer_block
 from torchsbp.ops.downsample import DownsampleSpec, downsample
 from torchsbp.ops.layers import ACTIVATIONS, Backward, Norm, norm_again
 from torchsbp.ops.mlp import MLPSpec, mlp_branch
+from torchsbp.ops.steps import Affine, Steps
 
 from .helpers import attention_params, downsample_params, gradients, kept_rows, mlp_params
 
-kernels = pytest.importorskip("torchsbp.ops.kernels")
+TritonSteps = pytest.importorskip("torchsbp.ops.kernels").TritonSteps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SAMPLES, N, C = 3, 21, 40  # neither rows nor channels fill a tile
-
-
-@contextmanager
-def steps(module):
-    """Within it the steps of backward are those of the given module, None: the plain ones."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "kernels_for", lambda x: module)
-        yield
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -39,18 +33,28 @@ def rows_of(ratio: float) -> Tensor | None:
     return None if rows is None else rows.to(DEVICE)
 
 
-def assert_close(ours, plain, half: bool = False) -> None:
-    for a, b in zip(ours, plain, strict=True):
+def check(run, columns: int = 0, half: bool = False) -> tuple[Tensor, ...]:
+    """``run(steps)`` gives the same tensors and leaves the same totals with both kinds of steps."""
+    ours, plain = TritonSteps(randn(1), columns), Steps(randn(1), columns)
+    found, expected = run(ours), run(plain)
+    for a, b in zip((*found, *ours.totals()), (*expected, *(t.float() for t in plain.totals())), strict=True):
         assert (a is None) == (b is None)
         if a is not None:
             assert a.dtype == b.dtype
             assert a.shape == b.shape
             assert (a - b).float().norm() <= (8e-3 if half else 2e-6) * b.float().norm() + 1e-6
+    return found
 
 
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+def test_cast():
+    tensors = randn(3, 4), None, randn(5).bfloat16(), randn(6)
+    found = check(lambda steps: steps.cast(torch.bfloat16, *tensors))
+    assert found[2] is tensors[2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -60,11 +64,8 @@ def seed():
 def test_cotangent(ratio, factor, scale, dtype):
     dy, rows = randn(SAMPLES * N, C), rows_of(ratio)
     args = dy, rows, randn(SAMPLES) if factor else None, randn(C) if scale else None, SAMPLES, dtype
-    ours = kernels.cotangent(*args)
-    with steps(None):
-        plain = fused.cotangent(*args)
-    assert_close(ours, plain, dtype == torch.bfloat16)
-    assert scale or ours[0] is ours[1]
+    found = check(lambda steps: steps.cotangent(*args), C, dtype == torch.bfloat16)
+    assert scale or found[0] is found[1]
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
@@ -72,50 +73,87 @@ def test_cotangent(ratio, factor, scale, dtype):
 @pytest.mark.parametrize("branch", [None, "plain", "scaled"])
 @pytest.mark.parametrize("ratio", [1.0, 0.3])
 def test_normalise(ratio, branch, affine, kind):
-    x, rows = randn(SAMPLES * N, C) + 2, rows_of(ratio)
-    count = x.shape[0] if rows is None else rows.shape[0]
-    scaled = branch == "scaled"
-    args = (
-        randn(C) if affine else None, randn(C) if affine and kind == "layer" else None, Norm(1e-6, kind),
-        torch.float32, rows, None if branch is None else randn(count, C), randn(C) if scaled else None,
-        randn(SAMPLES) if scaled else None, SAMPLES,
-    )  # fmt: skip
-    y, mid, mean, rstd = kernels.normalise(x, *args)
-    names = ("rows", "branch", "scale", "factor", "samples")
-    with steps(None):
-        plain = fused.normalise(x, *args[:4], **dict(zip(names, args[4:], strict=True)))
-    assert_close((y, mid, rstd), (plain.y, plain.x, plain.rstd.flatten()))
-    if kind == "layer":
-        assert_close((mean,), (plain.mean.flatten(),))
+    x, rows, scaled = randn(SAMPLES * N, C) + 2, rows_of(ratio), branch == "scaled"
+    norm = norm_of(affine, kind)
+    more = {
+        "branch": None if branch is None else randn(x.shape[0] if rows is None else rows.shape[0], C),
+        "scale": randn(C) if scaled else None,
+        "factor": randn(SAMPLES) if scaled else None,
+    }
+
+    def run(steps):
+        n = steps.normalise(x, norm, torch.float32, rows=rows, samples=SAMPLES, **more)
+        return n.y, n.x, None if n.mean is None else n.mean.flatten(), n.rstd.flatten()
+
+    check(run)
 
 
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activation_step(name, dtype, own):
+def test_activation(name, dtype, own):
     h, dg = randn(SAMPLES * N, 300, dtype=dtype) * 2, randn(SAMPLES * N, 300, dtype=dtype)
-    with steps(None):
-        plain = fused.activation_step(h.clone(), dg.clone(), name, own)
-    ours = kernels.activation_step(h, dg, name, own)
-    assert (ours[0] is h) == own
-    assert ours[1] is dg
-    assert_close(ours[:2], plain[:2], dtype == torch.bfloat16)
-    assert_close(ours[2:], [plain[2].float()], dtype == torch.bfloat16)
+
+    def run(steps):
+        a, b = h.clone(), dg.clone()
+        g, dh = steps.activation(a, b, name, own)
+        if isinstance(steps, TritonSteps):
+            assert dh is b
+            assert (g is a) == own
+        assert own or torch.equal(a, h)
+        return g, dh
+
+    check(run, 300, dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_stack(parts):
+    matrices = [randn(SAMPLES * N, C, dtype=torch.bfloat16) for _ in range(parts)]
+
+    def run(steps):
+        steps.stack(matrices[0].float())
+        return (steps.stack(*matrices, more=True),)
+
+    (stacked,) = check(run, (parts + 1) * C, half=True)
+    assert torch.equal(stacked, torch.cat(matrices, 1))
+
+
+def norm_of(affine: bool, kind: str = "layer") -> Affine:
+    return Affine(randn(C) if affine else None, randn(C) if affine and kind == "layer" else None, Norm(1e-6, kind))
+
+
+@pytest.mark.parametrize("scale", [False, True])
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("ratio", [1.0, 0.3])
+def test_norm_backward_middle(ratio, kind, scale):
+    rows, dy, norm = rows_of(ratio), randn(SAMPLES * N, C), norm_of(True, kind)
+    x = randn(dy.shape[0] if rows is None else rows.shape[0], C)
+    n, dn = norm_again(x, *norm, None), randn(*x.shape)
+    args = (randn(SAMPLES), randn(C)) if scale else (None, None)
+
+    def run(steps):
+        middle, cotangent = steps.norm_backward_middle(dn, n, norm, dy, rows, *args, SAMPLES, torch.bfloat16)
+        return middle, *(t.float() for t in cotangent)
+
+    check_norm(run, 3 * C, kind, half=True)
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 @pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("residual", [None, "same rows", "other rows"])
-def test_norm_backward(residual, affine, kind):
-    rows = rows_of(0.3)
-    x, weight, bias = randn(rows.shape[0], C), randn(C) if affine else None, randn(C) if affine else None
-    n = norm_again(x, weight, bias, Norm(1e-6, kind), None)
-    dn, base = randn(*x.shape), randn(SAMPLES * N, C) if residual == "other rows" else randn(*x.shape)
-    args = dn, n, weight, bias, Norm(1e-6, kind), (affine, affine and kind == "layer")
-    with steps(None):
-        plain = fused.norm_backward(*args, base if residual else None, rows if residual == "other rows" else None)
-    base_rows = rows if residual == "other rows" else None
-    assert_close(kernels.norm_backward(*args, x.dtype, base=base if residual else None, base_rows=base_rows), plain)
+@pytest.mark.parametrize("residual", [False, True])
+def test_norm_backward_input_of_all_rows(residual, affine, kind):
+    x, norm = randn(SAMPLES * N, C), norm_of(affine, kind)
+    n, dn, base = norm_again(x, *norm, None), randn(*x.shape), randn(*x.shape) if residual else None
+    check_norm(lambda steps: (steps.norm_backward_input(dn, n, norm, x.dtype, base=base),), 2 * C, kind, affine)
+
+
+def check_norm(run, columns: int, kind: str, affine: bool = True, half: bool = False) -> None:
+    """Totals of parameters that a norm does not have are not compared."""
+    ours, plain = TritonSteps(randn(1), columns), Steps(randn(1), columns)
+    found, expected = [*run(ours), *ours.totals()], [*run(plain), *plain.totals()]
+    absent = [len(found) - columns // C + i for i in range(2) if not affine or (i == 1 and kind == "rms")]
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert i in absent or (a - b).norm() <= (8e-3 if half else 2e-6) * b.norm() + 1e-6, i
 
 
 @pytest.mark.parametrize(
@@ -123,21 +161,29 @@ def test_norm_backward(residual, affine, kind):
     [c for c in itertools.product((False, True), repeat=4) if (c[1] or c[2] or not c[0]) and (c[2] or not c[3])],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norm_backward_spread(dense, kept, base, gated, dtype):
-    rows, size = rows_of(0.3), SAMPLES * N
-    x, weight, bias = randn(size if dense else rows.shape[0], C), randn(C), randn(C)
-    n, dn = norm_again(x, weight, bias, Norm(), None), randn(*x.shape)
-    args = dn, n, weight, bias, Norm(), (True, True)
+def test_norm_backward_input_of_kept_rows(dense, kept, base, gated, dtype):
+    rows, size, norm = rows_of(0.3), SAMPLES * N, norm_of(True)
+    x = randn(size if dense else rows.shape[0], C)
+    n, dn = norm_again(x, *norm, None), randn(*x.shape)
     more = {
         "dn_kept": randn(rows.shape[0], C) if dense else None,
         "kept": randn(rows.shape[0], C) if kept else None,
         "base": randn(size, C) if base else None,
         "gated": gated,
     }
-    with steps(None):
-        plain = fused.norm_backward_spread(*args, rows, size, dtype, **more)
-    ours = kernels.norm_backward(*args, dtype, rows=rows, size=size, **more)
-    assert_close(ours, plain, dtype == torch.bfloat16)
+    check(
+        lambda steps: (steps.norm_backward_input(dn, n, norm, dtype, rows=rows, size=size, **more),),
+        2 * C,
+        dtype == torch.bfloat16,
+    )
+
+
+@contextmanager
+def steps_are(kind: type[Steps]):
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (attention, block, downsample_file, mlp):
+            patch.setattr(module, "steps_for", kind)
+        yield
 
 
 B, SIDE, WIDTH, HEADS = 2, 6, 48, 3
@@ -179,9 +225,9 @@ def test_downsample_takes_the_same_gradients_from_the_kernels(ratio):
 def compare(run, leaves) -> None:
     y = run()
     dy = torch.randn_like(y)
-    with steps(None):
+    with steps_are(Steps):
         plain = gradients(y, dy, leaves)
-    with steps(kernels):
+    with steps_are(TritonSteps):
         ours = gradients(run(), dy, leaves)
     for i, (a, b) in enumerate(zip(ours, plain, strict=True)):
         assert (a is None) == (b is None)

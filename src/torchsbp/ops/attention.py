@@ -8,7 +8,7 @@ The probabilities are those of the full softmax in all of them. Saved: the atten
 (heads), and x: all rows where K and V of all rows are needed, kept rows under ``"qkv"``.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,24 +17,22 @@ from torch.autograd.function import once_differentiable
 
 from . import opaque
 from . import rows as R
-from .fused import Cotangent, cotangent, norm_backward, norm_backward_spread, normalise
 from .layers import (
     Backward,
     Grad,
     Norm,
     Normed,
     autocast_dtype,
-    bias_gradient,
-    cast,
+    last_layer_gradients,
     linear,
     norm,
     norm_again,
+    norm_backward,
     scaled,
-    scaled_linear_gradients,
     weight_gradient,
 )
-from .layers import norm_backward as head_norm_backward
 from .sdpa import attend, attend_backward
+from .steps import Affine, Cotangent, Steps, cast_grads, steps_for
 
 RULES = ("query", "qkv", "head")
 
@@ -81,30 +79,21 @@ def attention_branch(
     params: Attention,
     spec: AttentionSpec,
     *,
+    places: Tensor | None = None,
     heads: Tensor | None = None,
     factor: Tensor | None = None,
     how: Backward = Backward(),
 ) -> Tensor:
-    """The branch on ``x [B, N, C]``. Rules "query" and "qkv" take ``rows``, rule "head" takes ``heads``: indices."""
+    """The branch on ``x [B, N, C]``. Rules "query" and "qkv" take ``rows`` (and ``places``, their inverse, if it is at
+    hand), rule "head" takes ``heads``: indices."""
     spec = spec._replace(dtype=autocast_dtype(x))
-    return _AttentionBranch.apply(x, rows, heads, factor, spec, how, *params)
+    return _AttentionBranch.apply(x, rows, places, heads, factor, spec, how, *params)
 
 
-def project(n: Tensor, p: Attention, spec: AttentionSpec) -> QKV:
-    """Queries, keys and values of normalised rows ``n [B, rows, C]``."""
-    qkv = linear(n, p.qkv_weight, p.qkv_bias, spec.dtype)
-    return QKV(*qkv.view(*n.shape[:2], 3, spec.heads, -1).permute(2, 0, 3, 1, 4).unbind(0))
-
-
-def project_apart(n_q: Tensor, n_kv: Tensor, p: Attention, spec: AttentionSpec) -> QKV:
-    """Queries of some rows, keys and values of others."""
-    width = p.qkv_weight.shape[0] // 3
-    bias_q, bias_kv = (None, None) if p.qkv_bias is None else (p.qkv_bias[:width], p.qkv_bias[width:])
-    q = linear(n_q, p.qkv_weight[:width], bias_q, spec.dtype)
-    kv = linear(n_kv, p.qkv_weight[width:], bias_kv, spec.dtype)
-    q = q.view(*n_q.shape[:2], spec.heads, -1).transpose(1, 2)
-    k, v = kv.view(*n_kv.shape[:2], 2, spec.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-    return QKV(q, k, v)
+def project(n: Tensor, weight: Tensor, bias: Grad, heads: int, parts: int = 3) -> tuple[Tensor, ...]:
+    """Projections of normalised rows ``n [B, rows, C]`` to queries, keys, values: as many as the weight has."""
+    y = linear(n, weight, bias, n.dtype)
+    return y.view(*n.shape[:2], parts, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
 
 
 def normalised(qkv: QKV, p: Attention, spec: AttentionSpec) -> QKV:
@@ -125,8 +114,8 @@ def attend_normalised_backward(
     q = norm_again(qkv.q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm, spec.dtype)
     k = norm_again(qkv.k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm, spec.dtype)
     dq, dk, dv = attend_backward(do, q.y, k.y, qkv.v, o, lse, spec.softmax_scale, spec.fused)
-    dq, dqw, dqb = head_norm_backward(dq, q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm, needs[:2])
-    dk, dkw, dkb = head_norm_backward(dk, k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm, needs[2:])
+    dq, dqw, dqb = norm_backward(dq, q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm, needs[:2])
+    dk, dkw, dkb = norm_backward(dk, k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm, needs[2:])
     return QKV(dq, dk, dv), (dqw, dqb, dkw, dkb)
 
 
@@ -142,7 +131,8 @@ def to_heads(x: Tensor, samples: int, heads: int) -> Tensor:
 
 def attention_forward(x: Tensor, p: Attention, spec: AttentionSpec) -> tuple[Tensor, Tensor, QKV]:
     """Attention output ``[B, N, H * D]`` before its projection, log-sum-exp ``[B, N, H]``, and Q, K, V."""
-    qkv = project(norm(x, p.norm_weight, p.norm_bias, spec.norm, spec.dtype), p, spec)
+    n = norm(x, p.norm_weight, p.norm_bias, spec.norm, spec.dtype)
+    qkv = QKV(*project(n, p.qkv_weight, p.qkv_bias, spec.heads))
     o, lse = attend(*normalised(qkv, p, spec), spec.softmax_scale, spec.fused)
     return to_rows(o), lse.transpose(1, 2), qkv
 
@@ -153,56 +143,91 @@ def attention_output(o: Tensor, p: Attention, spec: AttentionSpec) -> Tensor:
 
 
 def attention_backward(
+    steps: Steps,
     dy: Cotangent,
-    x: Tensor,
+    n: Normed,
     rows: R.Rows,
     o: Tensor,
     lse: Tensor,
     qkv: QKV | None,
+    halves: Sequence[Any],
     p: Attention,
     spec: AttentionSpec,
+    samples: int,
     needs: Sequence[bool],
-) -> tuple[Tensor, Grad, Normed, tuple[Grad, ...]]:
-    """From the cotangent of queries and ``x [B, m, C]``: the gradient of normalised x, what to add to it at the query
-    rows, normalised x itself, and the gradients of all parameters but its norm's, in their order; ``needs`` for them.
+) -> tuple[Tensor, Grad, Grad, Grad, tuple[Grad, ...]]:
+    """From the cotangent of queries and normalised ``x [B * m, C]``: its gradient, what to add to it at the query rows,
+    the gradient of qkv_weight, ``dyᵀ o`` for proj_weight, and the gradients of the norms of queries and keys.
 
     Rows of ``dy``, ``o [B * k, H * D]`` and ``lse [B * k, H]`` are the queries; ``rows`` says which rows of x they are
-    (None: all of them, in order). All rows of x are keys and values. ``qkv`` is recomputed unless given.
+    (None: all of them, in order). All rows of x are keys and values. ``qkv`` is recomputed unless given. ``halves`` are
+    (qkv_weight, qkv_bias, proj_weight) in the precision of products; ``needs`` as in Attention.
     """
-    samples, dtype = x.shape[0], dy.dy.dtype
-    do = dy.dz @ cast(p.proj_weight, dtype)
-    d_proj = scaled_linear_gradients(dy.dy, dy.total, o, p.proj_weight, p.proj_bias, p.scale, needs[6:])
+    weight, bias, proj_weight = halves
+    width = weight.shape[0] // 3
+    do, product = dy.dz @ proj_weight, weight_gradient(dy.dy, o, p.proj_weight, needs[8] or needs[10])
     del dy
-    n = normalise(R.flat(x), p.norm_weight, p.norm_bias, spec.norm, spec.dtype)
     n_q = R.take(n.y, rows)
-    weight = cast(p.qkv_weight, dtype)
     if qkv is None:
-        half, channels = p._replace(qkv_weight=weight), x.shape[-1]
-        n_kv, n_q3 = n.y.view(samples, -1, channels), n_q.view(samples, -1, channels)
-        qkv = project(n_kv, half, spec) if rows is None else project_apart(n_q3, n_kv, half, spec)
+        n_kv = n.y.view(samples, -1, n.y.shape[1])
+        if rows is None:
+            qkv = QKV(*project(n_kv, weight, bias, spec.heads))
+        else:
+            bias_q, bias_kv = (None, None) if bias is None else (bias[:width], bias[width:])
+            (q,) = project(n_q.view(samples, -1, n_q.shape[1]), weight[:width], bias_q, spec.heads, 1)
+            qkv = QKV(q, *project(n_kv, weight[width:], bias_kv, spec.heads, 2))
 
     lse = lse.view(samples, -1, spec.heads).transpose(1, 2)
     do, o = to_heads(do, samples, spec.heads), to_heads(o, samples, spec.heads)
-    dqkv, d_norms = attend_normalised_backward(do, qkv, o, lse, p, spec, needs[2:6])
+    dqkv, d_norms = attend_normalised_backward(do, qkv, o, lse, p, spec, needs[4:8])
     del qkv, do, o
-    dq, dk, dv = (R.flat(to_rows(g)).to(dtype) for g in dqkv)
+    dq, dk, dv = (R.flat(to_rows(g)).to(n.y.dtype) for g in dqkv)
     del dqkv
 
-    need_weight, need_bias = needs[:2]
     if rows is None:
-        d = torch.cat([dq, dk, dv], 1)
-        dw, db = weight_gradient(d, n.y, p.qkv_weight, need_weight), bias_gradient(d, p.qkv_weight, need_bias)
-        return d @ weight, None, n, (dw, db, *d_norms, *d_proj)
-    width = weight.shape[0] // 3
-    d = torch.cat([dk, dv], 1)
-    dw = stack(weight_gradient(g, m, p.qkv_weight, need_weight) for g, m in ((dq, n_q), (d, n.y)))
-    db = stack(bias_gradient(g, p.qkv_weight, need_bias) for g in (dq, d))
-    return d @ weight[width:], dq @ weight[:width], n, (dw, db, *d_norms, *d_proj)
+        d = steps.stack(dq, dk, dv)
+        return d @ weight, None, weight_gradient(d, n.y, p.qkv_weight, needs[2]), product, d_norms
+    steps.stack(dq)
+    d = steps.stack(dk, dv, more=True)
+    products = [weight_gradient(g, m, p.qkv_weight, needs[2]) for g, m in ((dq, n_q), (d, n.y))]
+    dw = torch.cat(products) if needs[2] else None  # type: ignore[arg-type]
+    return d @ weight[width:], dq @ weight[:width], dw, product, d_norms
 
 
-def stack(grads: Iterable[Grad]) -> Grad:
-    given = [g for g in grads if g is not None]
-    return torch.cat(given) if given else None
+def attention_input_backward(
+    steps: Steps,
+    dy: Cotangent,
+    tensors: Sequence[Any],
+    halves: Sequence[Any],
+    p: Attention,
+    spec: AttentionSpec,
+    needs: Sequence[bool],
+    *,
+    kept: Grad,
+    base: Tensor,
+    scope: str,
+) -> tuple[Tensor, Grad, Grad, tuple[Grad, ...]]:
+    """``attention_backward`` down to x ``[R, C]``, all rows, the residual path's cotangent included: ``kept`` at kept
+    rows (None: ``base`` there too), ``base`` elsewhere unless the scope is "block". With it the gradient of qkv_weight,
+    ``dyᵀ o``, and the gradients of the norms of queries and keys. ``tensors``: x, o, lse, q, k, v, rows, places."""
+    x, o, lse, q, k, v, rows, places = tensors
+    x_rows = rows if spec.rule == "query" else None  # which rows of the saved x are the kept ones
+    affine = Affine(p.norm_weight, p.norm_bias, spec.norm)
+    n = steps.normalise(R.flat(x), affine, spec.dtype)
+    qkv = None if q is None else QKV(q, k, v)
+    dn, dn_q, *grads, d_norms = attention_backward(
+        steps, dy, n, x_rows, o, lse, qkv, halves, p, spec, x.shape[0], needs
+    )
+    dx = steps.norm_backward_input(
+        dn, n, affine, x.dtype, rows=rows, places=places, size=base.shape[0],
+        dn_kept=dn_q, kept=kept, base=base, gated=scope == "block",
+    )  # fmt: skip
+    return dx, *grads, d_norms  # type: ignore[return-value]
+
+
+def attention_columns(p: Attention) -> int:
+    """Of the totals that ``attention_input_backward`` leaves: Σ dQ, dK, dV, and the norm's weight and bias."""
+    return p.qkv_weight.shape[0] + 2 * p.qkv_weight.shape[1]
 
 
 class _AttentionBranch(torch.autograd.Function):
@@ -211,6 +236,7 @@ class _AttentionBranch(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         rows: R.Rows,
+        places: Grad,
         heads: Tensor | None,
         factor: Grad,
         spec: AttentionSpec,
@@ -220,7 +246,7 @@ class _AttentionBranch(torch.autograd.Function):
         p = Attention(*params)  # type: ignore[arg-type]
         o, lse, qkv = attention_forward(x, p, spec)
         kept = saved(x, o, lse, None if how.recompute else qkv, rows, heads, spec)
-        ctx.save_for_backward(*kept, rows, heads, factor, *params)
+        ctx.save_for_backward(*kept, rows, places, heads, factor, *params)
         ctx.static, ctx.weight_scale = (spec, how.scope), how.weight_scale
         y = attention_output(o, p, spec)
         if factor is not None:
@@ -231,9 +257,9 @@ class _AttentionBranch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors  # read once: checkpointing unpacks each tensor a single time
-        needs = ctx.needs_input_grad[6:]
-        dx, grads = opaque.backward("attention_branch", dy, tensors[:9], tensors[9:], needs, dy.shape, ctx.static)
-        return dx, *[None] * 5, *scaled(grads, ctx.weight_scale)
+        needs = ctx.needs_input_grad[7:]
+        dx, grads = opaque.backward("attention_branch", dy, tensors[:10], tensors[10:], needs, dy.shape, ctx.static)
+        return dx, *[None] * 6, *scaled(grads, ctx.weight_scale)
 
 
 def _attention_branch_backward(
@@ -244,45 +270,24 @@ def _attention_branch_backward(
     shape: Sequence[int],
     static: tuple[AttentionSpec, str],
 ) -> tuple[Tensor, opaque.Grads]:
-    x, o, lse, q, k, v, rows, heads, factor = saved
+    *tensors, heads, factor = saved
+    x, o, rows = tensors[0], tensors[1], tensors[6]
     spec, scope = static
     p = Attention(*params)
     kept_p, kept_spec = (p, spec) if heads is None else select_heads(p, spec, heads)
     dy = R.flat(dy)
-    kept_dy = cotangent(dy, rows, factor, p.scale, x.shape[0], o.dtype)
-    qkv = None if q is None else QKV(q, k, v)
-    dx, grads = attention_input_backward(kept_dy, x, rows, o, lse, qkv, kept_p, kept_spec, needs, None, dy, scope)
+    steps = steps_for(x, x.shape[-1] + attention_columns(kept_p))
+    kept_dy = steps.cotangent(dy, rows, factor, p.scale, x.shape[0], o.dtype)
+    halves = steps.cast(o.dtype, kept_p.qkv_weight, kept_p.qkv_bias, kept_p.proj_weight)
+    dx, dw, product, d_norms = attention_input_backward(
+        steps, kept_dy, tensors, halves, kept_p, kept_spec, needs, kept=None, base=dy, scope=scope
+    )
+    total, db, dnw, dnb = steps.totals()
+    last = last_layer_gradients(product, total, kept_p.proj_weight, p.proj_bias, p.scale, needs[8:])
+    grads = Attention(dnw, dnb, dw, db, *d_norms, *last)  # type: ignore[arg-type, call-arg]
     if heads is not None:
         grads = scatter_heads(grads, p, spec, heads)
-    return dx.view(shape), list(grads)
-
-
-def attention_input_backward(
-    dy: Cotangent,
-    x: Tensor,
-    rows: R.Rows,
-    o: Tensor,
-    lse: Tensor,
-    qkv: QKV | None,
-    p: Attention,
-    spec: AttentionSpec,
-    needs: Sequence[bool],
-    kept: Grad,
-    base: Tensor,
-    scope: str,
-) -> tuple[Tensor, Attention]:
-    """``attention_backward`` down to x ``[R, C]``, all rows: the norm's part too, and the residual path's cotangent:
-    ``kept`` at kept rows (None: ``base`` there too), ``base`` elsewhere, unless the scope is "block"."""
-    x_rows = rows if spec.rule == "query" else None  # which rows of the saved x are the kept ones
-    dn, dn_q, n, grads = attention_backward(dy, x, x_rows, o, lse, qkv, p, spec, needs[2:])
-    norm_args = (dn, n, p.norm_weight, p.norm_bias, spec.norm, needs[:2])
-    if rows is None:
-        dx, dnw, dnb = norm_backward(*norm_args, base if kept is None else kept)
-    else:
-        dx, dnw, dnb = norm_backward_spread(
-            *norm_args, rows, base.shape[0], x.dtype, dn_kept=dn_q, kept=kept, base=base, gated=scope == "block"
-        )
-    return dx.to(x.dtype), Attention(dnw, dnb, *grads)  # type: ignore[arg-type]
+    return dx.view(shape), cast_grads(grads, params, needs)
 
 
 opaque.register("attention_branch", _attention_branch_backward, AttentionSpec, Norm)

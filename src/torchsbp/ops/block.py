@@ -14,17 +14,17 @@ from torch.autograd.function import once_differentiable
 from . import opaque
 from . import rows as R
 from .attention import (
-    QKV,
     Attention,
     AttentionSpec,
+    attention_columns,
     attention_forward,
     attention_input_backward,
     attention_output,
     saved,
 )
-from .fused import cotangent, norm_backward, normalise
-from .layers import Backward, Grad, Norm, autocast_dtype, linear, scaled
+from .layers import Backward, Grad, Norm, autocast_dtype, last_layer_gradients, linear, scaled
 from .mlp import MLP, MLPSpec, mlp_backward, mlp_hidden, mlp_output
+from .steps import Affine, cast_grads, steps_for
 
 
 def transformer_block(
@@ -35,14 +35,16 @@ def transformer_block(
     mlp: MLP,
     mlp_spec: MLPSpec,
     *,
+    places: Tensor | None = None,
     factors: tuple[Tensor | None, Tensor | None] = (None, None),
     how: Backward = Backward(),
 ) -> Tensor:
-    """The block on ``x [B, N, C]``, rule "query" or "qkv"; ``factors``: stochastic depth of the two branches."""
+    """The block on ``x [B, N, C]``, rule "query" or "qkv"; ``factors``: stochastic depth of the two branches;
+    ``places``: the inverse of ``rows`` if it is at hand."""
     assert attention_spec.rule != "head", "heads are sampled by attention_branch"
     dtype = autocast_dtype(x)
     specs = attention_spec._replace(dtype=dtype), mlp_spec._replace(dtype=dtype)
-    return _TransformerBlock.apply(x, rows, *factors, *specs, how, *attention, *mlp)
+    return _TransformerBlock.apply(x, rows, places, *factors, *specs, how, *attention, *mlp)
 
 
 ATTENTION_PARAMS = len(Attention._fields)
@@ -54,6 +56,7 @@ class _TransformerBlock(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         rows: R.Rows,
+        places: Grad,
         factor1: Grad,
         factor2: Grad,
         spec1: AttentionSpec,
@@ -70,7 +73,7 @@ class _TransformerBlock(torch.autograd.Function):
         h = mlp_hidden(x, p2, spec2)
         kept_h = None if how.recompute else R.take(h, rows)
         y = mlp_output(h, p2, spec2)
-        ctx.save_for_backward(*kept, kept_h, rows, factor1, factor2, *params)
+        ctx.save_for_backward(*kept, rows, places, kept_h, factor1, factor2, *params)
         ctx.static, ctx.weight_scale = (spec1, spec2, how.scope), how.weight_scale
         return x + (y if factor2 is None else y * factor2.view(-1, 1, 1))
 
@@ -78,9 +81,9 @@ class _TransformerBlock(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors  # read once: checkpointing unpacks each tensor a single time
-        needs = ctx.needs_input_grad[7:]
-        dx, grads = opaque.backward("transformer_block", dy, tensors[:10], tensors[10:], needs, dy.shape, ctx.static)
-        return dx, *[None] * 6, *scaled(grads, ctx.weight_scale)
+        needs = ctx.needs_input_grad[8:]
+        dx, grads = opaque.backward("transformer_block", dy, tensors[:11], tensors[11:], needs, dy.shape, ctx.static)
+        return dx, *[None] * 7, *scaled(grads, ctx.weight_scale)
 
 
 def _transformer_block_backward(
@@ -91,28 +94,36 @@ def _transformer_block_backward(
     shape: Sequence[int],
     static: tuple[AttentionSpec, MLPSpec, str],
 ) -> tuple[Tensor, opaque.Grads]:
-    x, o, lse, q, k, v, h, rows, factor1, factor2 = saved
+    *tensors, h, factor1, factor2 = saved
+    x, o, rows = tensors[0], tensors[1], tensors[6]
     spec1, spec2, scope = static
     p1, p2 = Attention(*params[:ATTENTION_PARAMS]), MLP(*params[ATTENTION_PARAMS:])
     needs1, needs2 = needs[:ATTENTION_PARAMS], needs[ATTENTION_PARAMS:]
-    samples, dtype, dy = x.shape[0], o.dtype, R.flat(dy)
-    x_rows = rows if spec1.rule == "query" else None  # which rows of the saved x are the kept ones
+    samples, channels, dtype, dy = x.shape[0], x.shape[-1], o.dtype, R.flat(dy)
+    affine = Affine(p2.norm_weight, p2.norm_bias, spec2.norm)
+    steps = steps_for(x, 4 * channels + p2.weight1.shape[0] + attention_columns(p1))
 
-    branch = linear(o, p1.proj_weight, p1.proj_bias, dtype)
-    middle = normalise(
-        R.flat(x), p2.norm_weight, p2.norm_bias, spec2.norm, spec2.dtype,
-        rows=x_rows, branch=branch, scale=p1.scale, factor=factor1, samples=samples,
+    kept_dy = steps.cotangent(dy, rows, factor2, p2.scale, samples, dtype)
+    proj_bias, *halves = steps.cast(
+        dtype, p1.proj_bias, p1.qkv_weight, p1.qkv_bias, p1.proj_weight, p2.weight1, p2.bias1, p2.weight2
+    )
+    middle = steps.normalise(
+        R.flat(x), affine, spec2.dtype,
+        rows=rows if spec1.rule == "query" else None,
+        branch=linear(o, halves[2], proj_bias, None), scale=p1.scale, factor=factor1, samples=samples,
     )  # fmt: skip
-    del branch
-    kept_dy = cotangent(dy, rows, factor2, p2.scale, samples, dtype)
-    dn, grads2 = mlp_backward(kept_dy, middle, None if h is None else R.flat(h), p2, spec2, needs2[2:])
+    dn, dw1, product2 = mlp_backward(steps, kept_dy, middle, h, halves[3:], p2, spec2, needs2)
     del kept_dy
-    d_middle, dnw, dnb = norm_backward(dn, middle, p2.norm_weight, p2.norm_bias, spec2.norm, needs2[:2], dy, rows)
+    d_middle, kept_dy = steps.norm_backward_middle(dn, middle, affine, dy, rows, factor1, p1.scale, samples, dtype)
     del middle, dn
-    kept_dy = cotangent(d_middle, None, factor1, p1.scale, samples, dtype)
-    qkv = None if q is None else QKV(q, k, v)
-    dx, grads1 = attention_input_backward(kept_dy, x, rows, o, lse, qkv, p1, spec1, needs1, d_middle, dy, scope)
-    return dx.view(shape), [*grads1, dnw, dnb, *grads2]
+    dx, dw, product1, d_norms = attention_input_backward(
+        steps, kept_dy, tensors, halves[:3], p1, spec1, needs1, kept=d_middle, base=dy, scope=scope
+    )
+    total2, db1, dnw2, dnb2, total1, db, dnw1, dnb1 = steps.totals()
+    last1 = last_layer_gradients(product1, total1, p1.proj_weight, p1.proj_bias, p1.scale, needs1[8:])
+    last2 = last_layer_gradients(product2, total2, p2.weight2, p2.bias2, p2.scale, needs2[4:])
+    grads = (dnw1, dnb1, dw, db, *d_norms, *last1, dnw2, dnb2, dw1, db1, *last2)
+    return dx.view(shape), cast_grads(grads, params, needs)
 
 
 opaque.register("transformer_block", _transformer_block_backward, AttentionSpec, MLPSpec, Norm)

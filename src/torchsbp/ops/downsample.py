@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from . import opaque
 from . import rows as R
-from .fused import cotangent, norm_backward_spread, normalise
 from .layers import Backward, Grad, Norm, autocast_dtype, cast, norm, scaled, weight_gradient
+from .steps import Affine, cast_grads, steps_for
 
 
 class Downsample(NamedTuple):
@@ -86,19 +86,18 @@ def _downsample_backward(
     p = Downsample(*params)
     B, H, W, C = shape
     out, _, kh, kw = p.weight.shape
-    n = normalise(x, p.norm_weight, p.norm_bias, spec.norm, spec.dtype)
-    kept_dy = cotangent(R.flat(dy.permute(0, 2, 3, 1)), rows, None, None, B, n.y.dtype)
+    steps, affine = steps_for(x, out + 2 * C), Affine(p.norm_weight, p.norm_bias, spec.norm)
+    n = steps.normalise(x, affine, spec.dtype)
+    kept_dy, _ = steps.cotangent(R.flat(dy.permute(0, 2, 3, 1)), rows, None, None, B, n.y.dtype)
     matrix = p.weight.permute(0, 2, 3, 1).flatten(1)
-    dw = weight_gradient(kept_dy.dy, n.y.view(-1, kh * kw * C), matrix, needs[2])
+    dw = weight_gradient(kept_dy, n.y.view(-1, kh * kw * C), matrix, needs[2])
     if dw is not None:
         dw = dw.view(out, kh, kw, C).permute(0, 3, 1, 2)
-    db = kept_dy.total.to(p.weight.dtype) if needs[3] else None
-    dn = kept_dy.dy @ cast(matrix, n.y.dtype)
+    dn = kept_dy @ cast(matrix, n.y.dtype)
     inputs = patch_rows(rows, (H, W), dy.shape[2:], (kh, kw), spec.stride)
-    dx, dnw, dnb = norm_backward_spread(
-        dn.view_as(x), n, p.norm_weight, p.norm_bias, spec.norm, needs[:2], inputs, B * H * W, x.dtype
-    )
-    return dx.view(B, H, W, C), [dnw, dnb, dw, db]
+    dx = steps.norm_backward_input(dn.view_as(x), n, affine, x.dtype, rows=inputs, size=B * H * W)
+    db, dnw, dnb = steps.totals()
+    return dx.view(B, H, W, C), cast_grads((dnw, dnb, dw, db), params, needs)
 
 
 opaque.register("downsample", _downsample_backward, DownsampleSpec, Norm)

@@ -1,10 +1,10 @@
-"""Triton kernels for the steps of ``fused.py``: the same functions, one launch each (plus a small sum over programs).
+"""Triton kernels for the steps of ``steps.py``: the same functions, one launch each.
 
-Every kernel walks over tiles of ``ROWS`` whole rows; sums over rows stay in registers until a program's last tile.
-Arithmetic is in float32 whatever is stored.
+Every kernel walks over tiles of whole rows. Sums over rows stay in a program's registers until its last tile, then go
+to its row of a buffer that all steps of a backward pass share and that is summed once. Arithmetic is in float32
+whatever is stored.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,15 +12,156 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .layers import ACTIVATIONS, Grad, Norm, Normed
+from . import rows as R
+from .layers import ACTIVATIONS, Grad, Normed
+from .steps import Affine, Cotangent, Steps
 
-ELEMENTS = 2048  # in one tile
-PROGRAMS_PER_PROCESSOR = 8
+ELEMENTS = 4096  # in a tile
+PROGRAMS_PER_PROCESSOR = 4
+
+
+class TritonSteps(Steps):
+    def __init__(self, x: Tensor, columns: int) -> None:
+        self.programs = PROGRAMS_PER_PROCESSOR * processors(x.device)
+        self.sums = torch.empty(self.programs, columns, dtype=torch.float32, device=x.device)
+        self.widths: list[int] = []
+
+    def totals(self) -> list[Tensor]:
+        used = sum(self.widths)
+        assert used == self.sums.shape[1], f"{used} columns were summed, {self.sums.shape[1]} announced"
+        return list(self.sums.sum(0).split(self.widths))
+
+    def room(self, width: int, more: bool = False) -> Tensor:
+        """Columns of the buffer for another sum, or for more of the one before."""
+        start = sum(self.widths)
+        self.widths.append(width + (self.widths.pop() if more else 0))
+        return self.sums[:, start:]
+
+    def cast(self, dtype: torch.dtype, *tensors: Grad) -> list[Any]:
+        others = [t for t in tensors if t is not None and t.dtype != dtype]
+        halves = [torch.empty_like(t, dtype=dtype) for t in others]
+        if others:
+            torch._foreach_copy_(halves, others)
+        given = iter(halves)
+        return [t if t is None or t.dtype == dtype else next(given) for t in tensors]
+
+    def cotangent(
+        self, dy: Tensor, rows: Grad, factor: Grad, scale: Grad, samples: int, dtype: torch.dtype
+    ) -> Cotangent:
+        dy = dy.contiguous()
+        count, C = dy.shape[0] if rows is None else rows.shape[0], dy.shape[1]
+        half = torch.empty(count, C, dtype=dtype, device=dy.device)
+        scaled = half if scale is None else torch.empty_like(half)
+        _cotangent[(self.programs,)](
+            dy, rows, factor, scale, half, scaled, self.room(C), count, count // samples, C, self.sums.shape[1],
+            rows is not None, factor is not None, scale is not None, **tile(C),
+        )  # fmt: skip
+        return Cotangent(half, scaled)
+
+    def normalise(
+        self, x: Tensor, norm: Affine, dtype: torch.dtype | None, *,
+        rows: Grad = None, branch: Grad = None, scale: Grad = None, factor: Grad = None, samples: int = 1,
+    ) -> Normed:  # fmt: skip
+        x, (weight, bias, static) = x.contiguous(), norm
+        count, C = x.shape[0] if rows is None else rows.shape[0], x.shape[1]
+        wide = x.dtype if weight is None else weight.dtype
+        keep = rows is not None or branch is not None
+        middle = torch.empty(count, C, dtype=x.dtype if branch is None else wide, device=x.device) if keep else x
+        y = torch.empty(count, C, dtype=dtype or wide, device=x.device)
+        rstd = torch.empty(count, dtype=torch.float32, device=x.device)
+        mean = None if static.kind == "rms" else torch.empty_like(rstd)
+        eps = torch.finfo(x.dtype).eps if static.eps is None else static.eps
+        _normalise[(4 * self.programs,)](
+            x, rows, branch, scale, factor, weight, bias, middle, y, mean, rstd, count, count // samples, C, eps,
+            rows is not None, branch is not None, scale is not None, factor is not None,
+            weight is not None, bias is not None, mean is not None, keep, **tile(C),
+        )  # fmt: skip
+        return Normed(y, middle, mean, rstd)
+
+    def activation(self, h: Tensor, dg: Tensor, name: str, own: bool) -> tuple[Tensor, Tensor]:
+        count, H = h.shape
+        g = h if own else torch.empty_like(h)
+        block = 256
+        _activation[(triton.cdiv(H, block), self.programs)](
+            h, dg, g, self.room(H), count, H, self.sums.shape[1], ACTIVATIONS.index(name), 8, block, num_warps=4
+        )
+        return g, dg
+
+    def stack(self, *parts: Tensor, more: bool = False) -> Tensor:
+        a, b, c = (*parts, None, None)[:3]
+        assert a is not None
+        count, C = a.shape
+        stacked = a if b is None else torch.empty(count, len(parts) * C, dtype=a.dtype, device=a.device)
+        _stack[(self.programs, len(parts))](
+            a, b, c, stacked, self.room(len(parts) * C, more), count, C, self.sums.shape[1], len(parts), **tile(C),
+        )  # fmt: skip
+        return stacked
+
+    def norm_backward_middle(
+        self, dn: Tensor, n: Normed, norm: Affine, dy: Tensor, rows: Grad,
+        factor: Grad, scale: Grad, samples: int, dtype: torch.dtype,
+    ) -> tuple[Tensor, Cotangent]:  # fmt: skip
+        half = torch.empty(dn.shape, dtype=dtype, device=dn.device)
+        scaled = half if scale is None else torch.empty_like(half)
+        middle = self._launch(
+            dn, n, norm, dy.dtype, dn.shape[0], base=dy, base_rows=rows,
+            half=half, scaled=scaled, factor=factor, scale=scale, samples=samples,
+        )  # fmt: skip
+        return middle, Cotangent(half, scaled)
+
+    def norm_backward_input(
+        self, dn: Tensor, n: Normed, norm: Affine, dtype: torch.dtype, *,
+        rows: Grad = None, places: Grad = None, size: int = 0,
+        dn_kept: Grad = None, kept: Grad = None, base: Grad = None, gated: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if rows is None:
+            return self._launch(dn, n, norm, dtype, dn.shape[0], base=base if kept is None else kept)
+        places = R.places(rows, size) if places is None else places
+        return self._launch(dn, n, norm, dtype, size, places=places, dn_kept=dn_kept, kept=kept, base=base, gated=gated)
+
+    def _launch(
+        self, dn: Tensor, n: Normed, norm: Affine, dtype: torch.dtype, size: int, *,
+        places: Grad = None, dn_kept: Grad = None, kept: Grad = None,
+        base: Grad = None, base_rows: Grad = None, gated: bool = False,
+        half: Grad = None, scaled: Grad = None, factor: Grad = None, scale: Grad = None, samples: int = 1,
+    ) -> Tensor:  # fmt: skip
+        C = dn.shape[1]
+        sums = self.room(C)
+        self.room(C)
+        if half is not None:
+            self.room(C)
+        dx = torch.empty(size, C, dtype=dtype, device=dn.device)
+        _norm_backward[(self.programs,)](
+            dn.contiguous(), dn_kept, n.x, n.mean, n.rstd, norm.weight, kept,
+            None if base is None else base.contiguous(), base_rows, places, dx, half, scaled, factor, scale, sums,
+            size, size // samples, C, self.sums.shape[1],
+            dn_kept is not None, norm.weight is not None, n.mean is not None, kept is not None,
+            base is not None, base_rows is not None, places is not None, places is None or dn_kept is not None, gated,
+            half is not None, factor is not None, scale is not None, **tile(C),
+        )  # fmt: skip
+        return dx
+
+
+def tile(width: int) -> dict[str, int]:
+    """Whole rows of so many channels."""
+    block = triton.next_power_of_2(width)
+    rows = max(1, ELEMENTS // block)
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(4, rows * block // 512))}
+
+
+_PROCESSORS: dict[Any, int] = {}
+
+
+def processors(device: torch.device) -> int:
+    if device not in _PROCESSORS:
+        cuda = device.type == "cuda"
+        _PROCESSORS[device] = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
+    return _PROCESSORS[device]
 
 
 @triton.jit
 def _cotangent(
-    dy, rows, factor, scale, half, scaled, sums, count, per_sample, C,
+    dy, rows, factor, scale, half, scaled, sums, count, per_sample, C, columns,
     HAS_ROWS: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     c = tl.arange(0, BLOCK)
@@ -39,28 +180,12 @@ def _cotangent(
         if HAS_SCALE:
             gamma = tl.load(scale + c, inside, 0.0).to(tl.float32)
             tl.store(scaled + at, (d * gamma[None, :]).to(scaled.dtype.element_ty), here)
-    tl.store(sums + tl.program_id(0) * C + c, tl.sum(total, 0), inside)
-
-
-def cotangent(
-    dy: Tensor, rows: Grad, factor: Grad, scale: Grad, samples: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    dy = dy.contiguous()
-    count, C = dy.shape[0] if rows is None else rows.shape[0], dy.shape[1]
-    half = torch.empty(count, C, dtype=dtype, device=dy.device)
-    scaled = half if scale is None else torch.empty_like(half)
-    tile = Tiles(count, C, dy.device)
-    sums = torch.empty(tile.programs, C, dtype=torch.float32, device=dy.device)
-    _cotangent[(tile.programs,)](
-        dy, rows, factor, scale, half, scaled, sums, count, count // samples, C,
-        rows is not None, factor is not None, scale is not None, tile.rows, tile.block, num_warps=tile.warps,
-    )  # fmt: skip
-    return half, scaled, sums.sum(0)
+    tl.store(sums + tl.program_id(0) * columns + c, tl.sum(total, 0), inside)
 
 
 @triton.jit
 def _normalise(
-    x, rows, branch, scale, factor, weight, bias, mid, y, mean, rstd, count, per_sample, C, eps,
+    x, rows, branch, scale, factor, weight, bias, middle, y, mean, rstd, count, per_sample, C, eps,
     HAS_ROWS: tl.constexpr, HAS_BRANCH: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRE: tl.constexpr, KEEP: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -81,7 +206,7 @@ def _normalise(
                 b *= tl.load(factor + r // per_sample, r < count, 0.0).to(tl.float32)[:, None]
             value += b
         if KEEP:
-            tl.store(mid + at, value.to(mid.dtype.element_ty), here)
+            tl.store(middle + at, value.to(middle.dtype.element_ty), here)
         centred = value
         if CENTRE:
             average = tl.sum(value, 1) / C
@@ -97,35 +222,9 @@ def _normalise(
         tl.store(y + at, out.to(y.dtype.element_ty), here)
 
 
-def normalise(
-    x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype | None,
-    rows: Grad, branch: Grad, scale: Grad, factor: Grad, samples: int,
-) -> tuple[Tensor, Tensor, Grad, Tensor]:  # fmt: skip
-    x = x.contiguous()
-    count, C = x.shape[0] if rows is None else rows.shape[0], x.shape[1]
-    wide = x.dtype if weight is None else weight.dtype
-    keep = rows is not None or branch is not None
-    mid = torch.empty(count, C, dtype=x.dtype if branch is None else wide, device=x.device) if keep else x
-    y = torch.empty(count, C, dtype=dtype or wide, device=x.device)
-    rstd = torch.empty(count, dtype=torch.float32, device=x.device)
-    mean = None if static.kind == "rms" else torch.empty_like(rstd)
-    tile = Tiles(count, C, x.device)
-    _normalise[(tile.programs,)](
-        x, rows, branch, scale, factor, weight, bias, mid, y, mean, rstd, count, count // samples, C, eps_of(x, static),
-        rows is not None, branch is not None, scale is not None, factor is not None,
-        weight is not None, bias is not None, mean is not None, keep,
-        tile.rows, tile.block, num_warps=tile.warps,
-    )  # fmt: skip
-    return y, mid, mean, rstd
-
-
-def eps_of(x: Tensor, static: Norm) -> float:
-    return torch.finfo(x.dtype).eps if static.eps is None else static.eps
-
-
 @triton.jit
 def _activation(
-    h, dg, g, sums, count, H, ACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    h, dg, g, sums, count, H, columns, ACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """ACT is the index in ``ACTIVATIONS``."""
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -160,34 +259,52 @@ def _activation(
         total += d
         tl.store(g + at, value.to(g.dtype.element_ty), here)
         tl.store(dg + at, d.to(dg.dtype.element_ty), here)
-    tl.store(sums + tl.program_id(1).to(tl.int64) * H + c, tl.sum(total, 0), inside)
+    tl.store(sums + tl.program_id(1) * columns + c, tl.sum(total, 0), inside)
 
 
-def activation_step(h: Tensor, dg: Tensor, name: str, own: bool) -> tuple[Tensor, Tensor, Tensor]:
-    h, dg = h.contiguous(), dg.contiguous()
-    count, H = h.shape
-    g = h if own else torch.empty_like(h)
-    block, rows = 256, 8
-    columns = triton.cdiv(H, block)
-    programs = min(triton.cdiv(count, rows), max(1, PROGRAMS_PER_PROCESSOR * processors(h.device) // columns))
-    sums = torch.empty(programs, H, dtype=torch.float32, device=h.device)
-    _activation[(columns, programs)](h, dg, g, sums, count, H, ACTIVATIONS.index(name), rows, block, num_warps=4)
-    return g, dg, sums.sum(0)
+@triton.jit
+def _stack(
+    a, b, c, stacked, sums, count, C, columns, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Program (p, i) copies rows of part i to its columns; a single part is summed and stays where it is."""
+    part = tl.program_id(1)
+    k = tl.arange(0, BLOCK)
+    inside = k < C
+    source = a
+    if PARTS > 1:
+        source = b if part == 1 else a
+    if PARTS > 2:
+        source = c if part == 2 else source
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
+        r = start + tl.arange(0, ROWS)
+        here = (r < count)[:, None] & inside[None, :]
+        row = r.to(tl.int64)[:, None]
+        value = tl.load(source + row * C + k[None, :], here, 0.0)
+        total += value.to(tl.float32)
+        if PARTS > 1:
+            tl.store(stacked + row * (PARTS * C) + part * C + k[None, :], value, here)
+    tl.store(sums + tl.program_id(0) * columns + part * C + k, tl.sum(total, 0), inside)
 
 
 @triton.jit
 def _norm_backward(
-    dn, dn_kept, x, mean, rstd, weight, kept, base, base_rows, places, dx, sums, size, C,
+    dn, dn_kept, x, mean, rstd, weight, kept, base, base_rows, places, dx, half, scaled, factor, scale, sums,
+    size, per_sample, C, columns,
     HAS_DN_KEPT: tl.constexpr, HAS_WEIGHT: tl.constexpr, CENTRE: tl.constexpr, HAS_KEPT: tl.constexpr,
     HAS_BASE: tl.constexpr, HAS_BASE_ROWS: tl.constexpr, HAS_PLACES: tl.constexpr, DENSE: tl.constexpr,
-    GATED: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    GATED: tl.constexpr, HAS_HALF: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SCALE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Row i of the result; its place among the kept rows is ``places[i]``, -1 if it is not kept."""
     c = tl.arange(0, BLOCK)
     inside = c < C
-    w = tl.load(weight + c, inside, 0.0).to(tl.float32)[None, :] if HAS_WEIGHT else tl.full([1, BLOCK], 1.0, tl.float32)
+    w = tl.full([1, BLOCK], 1.0, tl.float32)
+    if HAS_WEIGHT:
+        w = tl.load(weight + c, inside, 0.0).to(tl.float32)[None, :]
     weight_sum = tl.zeros([ROWS, BLOCK], tl.float32)
     bias_sum = tl.zeros([ROWS, BLOCK], tl.float32)
+    half_sum = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(tl.program_id(0) * ROWS, size, tl.num_programs(0) * ROWS):
         i = start + tl.arange(0, ROWS)
         i_inside = i < size
@@ -198,7 +315,7 @@ def _norm_backward(
         kept_here = is_kept[:, None] & inside[None, :]
         here = i_inside[:, None] & inside[None, :]
 
-        n = i if DENSE else place
+        n = i.to(tl.int64) if DENSE else place
         n_inside = i_inside if DENSE else is_kept
         n_at = i_at if DENSE else kept_at
         n_here = here if DENSE else kept_here
@@ -210,9 +327,8 @@ def _norm_backward(
             unit -= tl.load(mean + n, n_inside, 0.0)[:, None]
         inverse = tl.load(rstd + n, n_inside, 0.0)[:, None]
         unit = tl.where(n_here, unit * inverse, 0.0)
-        if SUMS:
-            weight_sum += d * unit
-            bias_sum += d
+        weight_sum += d * unit
+        bias_sum += d
         d *= w
         out = d - unit * (tl.sum(d * unit, 1) / C)[:, None]
         if CENTRE:
@@ -231,56 +347,16 @@ def _norm_backward(
             at = source[:, None] * C + c[None, :]
             out += tl.load(base + at, takes[:, None] & inside[None, :], 0.0).to(tl.float32)
         tl.store(dx + i_at, out.to(dx.dtype.element_ty), here)
-    if SUMS:
-        p = tl.program_id(0)
-        tl.store(sums + p * C + c, tl.sum(weight_sum, 0), inside)
-        tl.store(sums + (tl.num_programs(0) + p) * C + c, tl.sum(bias_sum, 0), inside)
-
-
-def norm_backward(
-    dn: Tensor, n: Normed, weight: Grad, bias: Grad, static: Norm, needs: Sequence[bool], dtype: torch.dtype, *,
-    rows: Grad = None, size: int | None = None, dn_kept: Grad = None, kept: Grad = None,
-    base: Grad = None, base_rows: Grad = None, gated: bool = False,
-) -> tuple[Tensor, Grad, Grad]:  # fmt: skip
-    dn, C = dn.contiguous(), dn.shape[1]
-    size = dn.shape[0] if size is None else size
-    base = None if base is None else base.contiguous()
-    places = None if rows is None else places_of(rows, size)
-    dx = torch.empty(size, C, dtype=dtype, device=dn.device)
-    tile = Tiles(size, C, dn.device)
-    sums = torch.empty(2, tile.programs, C, dtype=torch.float32, device=dn.device) if any(needs) else None
-    _norm_backward[(tile.programs,)](
-        dn, dn_kept, n.x, n.mean, n.rstd, weight, kept, base, base_rows, places, dx, sums, size, C,
-        dn_kept is not None, weight is not None, n.mean is not None, kept is not None,
-        base is not None, base_rows is not None, places is not None, places is None or dn_kept is not None,
-        gated, sums is not None, tile.rows, tile.block, num_warps=tile.warps,
-    )  # fmt: skip
-    dw = sums[0].sum(0).to(weight.dtype) if needs[0] and sums is not None and weight is not None else None
-    db = sums[1].sum(0).to(bias.dtype) if needs[1] and sums is not None and bias is not None else None
-    return dx, dw, db
-
-
-def places_of(rows: Tensor, size: int) -> Tensor:
-    """The place of every row among the kept ones, -1 for the rest."""
-    places = torch.full((size,), -1, dtype=torch.int32, device=rows.device)
-    return places.index_copy_(0, rows, torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device))
-
-
-class Tiles:
-    """How a matrix of ``count`` rows is cut: tiles of whole rows, shared out to programs."""
-
-    def __init__(self, count: int, width: int, device: torch.device) -> None:
-        self.block = triton.next_power_of_2(width)
-        self.rows = max(1, ELEMENTS // self.block)
-        self.warps = min(16, max(4, self.block * self.rows // 512))
-        self.programs = min(triton.cdiv(count, self.rows), PROGRAMS_PER_PROCESSOR * processors(device))
-
-
-_PROCESSORS: dict[Any, int] = {}
-
-
-def processors(device: torch.device) -> int:
-    if device not in _PROCESSORS:
-        cuda = device.type == "cuda"
-        _PROCESSORS[device] = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
-    return _PROCESSORS[device]
+        if HAS_HALF:
+            if HAS_FACTOR:
+                out *= tl.load(factor + i // per_sample, i_inside, 0.0).to(tl.float32)[:, None]
+            half_sum += tl.where(here, out, 0.0)
+            tl.store(half + i_at, out.to(half.dtype.element_ty), here)
+            if HAS_SCALE:
+                out *= tl.load(scale + c, inside, 0.0).to(tl.float32)[None, :]
+                tl.store(scaled + i_at, out.to(scaled.dtype.element_ty), here)
+    at = sums + tl.program_id(0) * columns + c
+    tl.store(at, tl.sum(weight_sum, 0), inside)
+    tl.store(at + C, tl.sum(bias_sum, 0), inside)
+    if HAS_HALF:
+        tl.store(at + 2 * C, tl.sum(half_sum, 0), inside)

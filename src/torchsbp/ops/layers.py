@@ -56,8 +56,10 @@ def linear(x: Tensor, weight: Tensor, bias: Grad, dtype: torch.dtype | None) -> 
 
 
 def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, need: bool = True) -> Grad:
-    """``dW = dyᵀ x`` (Eq. 3) for 2-D dy and x, in the precision of the weight; half-precision products of a GPU are
-    summed and given in float32, without a rounding in between."""
+    """``dW = dyᵀ x`` (Eq. 3) for 2-D dy and x, in the precision of the weight.
+
+    Half-precision products on a GPU are given in float32 as they are summed, without a rounding in between.
+    """
     if not need:
         return None
     if dy.is_cuda and dy.dtype in (torch.float16, torch.bfloat16) and weight.dtype == torch.float32:
@@ -65,30 +67,24 @@ def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, need: bool = True) ->
     return (dy.t() @ x).to(weight.dtype)
 
 
-def bias_gradient(dy: Tensor, weight: Tensor, need: bool = True) -> Grad:
-    """``db = Σ dy`` over rows, in the precision of the weight."""
-    return dy.sum(0, dtype=weight.dtype) if need else None
-
-
-def scaled_linear_gradients(
-    dy: Tensor, total: Tensor, x: Tensor, weight: Tensor, bias: Grad, scale: Grad, needs: Sequence[bool]
+def last_layer_gradients(
+    product: Grad, total: Tensor, weight: Tensor, bias: Grad, scale: Grad, needs: Sequence[bool]
 ) -> tuple[Grad, Grad, Grad]:
-    """For ``y = γ ∘ (x Wᵀ + b)`` and ``total = Σ dy``: gradients of (W, b, γ), and ``needs`` for them.
+    """Gradients of (W, b, γ) of ``y = γ ∘ (x Wᵀ + b)`` from ``dyᵀ x`` and ``Σ dy``; ``needs`` for them.
 
     The output of the linear layer is not needed for γ: ``dγ = rowsum(W ∘ (dyᵀ x)) + b ∘ Σ dy``, from the product that
     ``dW = γ ∘ (dyᵀ x)`` takes anyway.
     """
-    product = weight_gradient(dy, x, weight, needs[0] or needs[2])
-    total = total.to(weight.dtype)
     if scale is None:
-        return product, total if needs[1] else None, None
+        return product, total, None
+    total = total.to(weight.dtype)
     dscale = None
     if needs[2]:
         assert product is not None
         dscale = torch.linalg.vecdot(weight, product)
-        dscale = (dscale if bias is None else dscale + bias * total).to(scale.dtype)
+        dscale = dscale if bias is None else dscale + bias * total
     dw = scale[:, None] * product if needs[0] and product is not None else None
-    return dw, scale * total if needs[1] else None, dscale
+    return dw, scale * total, dscale
 
 
 def norm(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype | None = None) -> Tensor:

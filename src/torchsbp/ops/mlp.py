@@ -13,7 +13,6 @@ from torch.autograd.function import once_differentiable
 
 from . import opaque
 from . import rows as R
-from .fused import Cotangent, activation_step, cotangent, norm_backward, norm_backward_spread, normalise
 from .layers import (
     Backward,
     Grad,
@@ -21,13 +20,13 @@ from .layers import (
     Normed,
     activation,
     autocast_dtype,
-    cast,
+    last_layer_gradients,
     linear,
     norm,
     scaled,
-    scaled_linear_gradients,
     weight_gradient,
 )
+from .steps import Affine, Cotangent, Steps, cast_grads, steps_for
 
 
 class MLP(NamedTuple):
@@ -56,13 +55,15 @@ def mlp_branch(
     params: MLP,
     spec: MLPSpec = MLPSpec(),
     *,
+    places: Tensor | None = None,
     factor: Tensor | None = None,
     residual: bool = True,
     how: Backward = Backward(),
 ) -> Tensor:
-    """The branch on ``x [B, ..., C]``; ``factor [B]`` is stochastic depth's factor per sample."""
+    """The branch on ``x [B, ..., C]``; ``factor [B]`` is stochastic depth's factor per sample, ``places`` the inverse
+    of ``rows`` if it is at hand."""
     spec = spec._replace(dtype=autocast_dtype(x))
-    return _MLPBranch.apply(x, rows, factor, spec, residual, how, *params)
+    return _MLPBranch.apply(x, rows, places, factor, spec, residual, how, *params)
 
 
 def mlp_hidden(x: Tensor, p: MLP, spec: MLPSpec) -> Tensor:
@@ -77,22 +78,27 @@ def mlp_output(h: Tensor, p: MLP, spec: MLPSpec) -> Tensor:
 
 
 def mlp_backward(
-    dy: Cotangent, n: Normed, h: Grad, p: MLP, spec: MLPSpec, needs: Sequence[bool]
-) -> tuple[Tensor, tuple[Grad, ...]]:
-    """From normalised kept rows: their gradient, and those of (weight1, bias1, weight2, bias2, scale); ``needs`` for
-    the latter. ``h`` is the hidden layer, recomputed unless given."""
-    dtype = dy.dy.dtype
-    weight1, weight2 = cast(p.weight1, dtype), cast(p.weight2, dtype)
+    steps: Steps,
+    dy: Cotangent,
+    n: Normed,
+    h: Grad,
+    halves: Sequence[Any],
+    p: MLP,
+    spec: MLPSpec,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Grad, Grad]:
+    """From normalised kept rows: their gradient, that of weight1, and ``dyᵀ g`` for weight2. ``h`` is the hidden layer,
+    recomputed unless given; ``halves`` are (weight1, bias1, weight2) in the precision of products; ``needs`` as in MLP.
+    """
+    weight1, bias1, weight2 = halves
     own = h is None
     if h is None:
-        h = linear(n.y, weight1, p.bias1, dtype)
-    g, dh, total = activation_step(h, dy.dz @ weight2, spec.act, own)
+        h = linear(n.y, weight1, bias1, None)
+    g, dh = steps.activation(h, dy.dz @ weight2, spec.act, own)
     del h  # the hidden layer is the widest: no more of it at once than needed
-    dw2, db2, dscale = scaled_linear_gradients(dy.dy, dy.total, g, p.weight2, p.bias2, p.scale, needs[2:])
+    product = weight_gradient(dy.dy, g, p.weight2, needs[4] or needs[6])
     del g
-    dw1 = weight_gradient(dh, n.y, p.weight1, needs[0])
-    db1 = total.to(p.weight1.dtype) if needs[1] else None
-    return dh @ weight1, (dw1, db1, dw2, db2, dscale)
+    return dh @ weight1, weight_gradient(dh, n.y, p.weight1, needs[2]), product
 
 
 class _MLPBranch(torch.autograd.Function):
@@ -101,6 +107,7 @@ class _MLPBranch(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         rows: R.Rows,
+        places: Grad,
         factor: Grad,
         spec: MLPSpec,
         residual: bool,
@@ -110,7 +117,7 @@ class _MLPBranch(torch.autograd.Function):
         p = MLP(*params)  # type: ignore[arg-type]
         h = mlp_hidden(x, p, spec)
         kept_h = None if how.recompute else R.take(h, rows)
-        ctx.save_for_backward(R.take(x, rows) if rows is not None else x, kept_h, rows, factor, *params)
+        ctx.save_for_backward(R.take(x, rows) if rows is not None else x, kept_h, rows, places, factor, *params)
         ctx.static, ctx.weight_scale = (spec, residual, how.scope), how.weight_scale
         y = mlp_output(h, p, spec)
         if factor is not None:
@@ -120,10 +127,10 @@ class _MLPBranch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        tensors = ctx.saved_tensors
-        needs = ctx.needs_input_grad[6:]
-        dx, grads = opaque.backward("mlp_branch", dy, tensors[:4], tensors[4:], needs, dy.shape, ctx.static)
-        return dx, *[None] * 5, *scaled(grads, ctx.weight_scale)
+        tensors = ctx.saved_tensors  # read once: checkpointing unpacks each tensor a single time
+        needs = ctx.needs_input_grad[7:]
+        dx, grads = opaque.backward("mlp_branch", dy, tensors[:5], tensors[5:], needs, dy.shape, ctx.static)
+        return dx, *[None] * 6, *scaled(grads, ctx.weight_scale)
 
 
 def _mlp_branch_backward(
@@ -134,19 +141,21 @@ def _mlp_branch_backward(
     shape: Sequence[int],
     static: tuple[MLPSpec, bool, str],
 ) -> tuple[Tensor, opaque.Grads]:
-    x, h, rows, factor = saved
+    x, h, rows, places, factor = saved
     spec, residual, scope = static
-    p, samples, dy, dtype = MLP(*params), dy.shape[0], R.flat(dy), x.dtype
-    n = normalise(R.flat(x), p.norm_weight, p.norm_bias, spec.norm, spec.dtype)
-    kept_dy = cotangent(dy, rows, factor, p.scale, samples, n.y.dtype)
-    dn, grads = mlp_backward(kept_dy, n, h if h is None else R.flat(h), p, spec, needs[2:])
-    norm_args = (dn, n, p.norm_weight, p.norm_bias, spec.norm, needs[:2])
-    base = dy if residual else None
-    if rows is None:
-        dx, dnw, dnb = norm_backward(*norm_args, base)
-    else:
-        dx, dnw, dnb = norm_backward_spread(*norm_args, rows, dy.shape[0], dtype, base=base, gated=scope == "block")
-    return dx.to(dtype).view(shape), [dnw, dnb, *grads]
+    p, samples, dy, channels, hidden = MLP(*params), dy.shape[0], R.flat(dy), x.shape[-1], params[2].shape[0]
+    steps, affine = steps_for(x, 3 * channels + hidden), Affine(p.norm_weight, p.norm_bias, spec.norm)
+    n = steps.normalise(R.flat(x), affine, spec.dtype)
+    halves = steps.cast(n.y.dtype, p.weight1, p.bias1, p.weight2)
+    kept_dy = steps.cotangent(dy, rows, factor, p.scale, samples, n.y.dtype)
+    dn, dw1, product = mlp_backward(steps, kept_dy, n, h, halves, p, spec, needs)
+    base, gated = dy if residual else None, scope == "block"
+    dx = steps.norm_backward_input(
+        dn, n, affine, x.dtype, rows=rows, places=places, size=dy.shape[0], base=base, gated=gated
+    )
+    total, db1, dnw, dnb = steps.totals()
+    last = last_layer_gradients(product, total, p.weight2, p.bias2, p.scale, needs[4:])
+    return dx.view(shape), cast_grads((dnw, dnb, dw1, db1, *last), params, needs)
 
 
 opaque.register("mlp_branch", _mlp_branch_backward, MLPSpec, Norm)

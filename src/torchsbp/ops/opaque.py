@@ -38,9 +38,19 @@ def backward(
     """Run a registered backward function: as it is, or while compiling as one operator."""
     if not torch.compiler.is_compiling():
         return _BACKWARD[name](dy, saved, params, needs, shape, static)
-    dx, *grads = torch.ops.torchsbp.backward(name, dy, saved, params, needs, shape, repr(static))
-    given = iter(grads)
-    return dx, [next(given) if need else None for need in needs]
+    dx, vectors, *matrices = torch.ops.torchsbp.backward(name, dy, saved, params, needs, shape, spell(static))
+    grads: Grads = []
+    start = 0
+    for param, need in zip(params, needs, strict=True):
+        if not need or param is None:
+            grads.append(None)
+        elif param.dim() == 1:
+            grads.append(vectors[start : start + param.shape[0]].to(param.dtype))
+            start += param.shape[0]
+        else:
+            grads.append(matrices[0])
+            matrices = matrices[1:]
+    return dx, grads
 
 
 @torch.library.custom_op("torchsbp::backward", mutates_args=())
@@ -53,8 +63,13 @@ def _operator(
     shape: Sequence[int],
     static: str,
 ) -> list[Tensor]:
+    """dx, the gradients of vectors one after the other (an operator's results must not share memory, which those of
+    biases and norms do), and the gradients of matrices."""
     dx, grads = _BACKWARD[name](dy, saved, params, needs, shape, _read(static))
-    return [g.contiguous() for g in (dx, *grads) if g is not None]
+    given = [g for g in grads if g is not None]
+    vectors = [g for g in given if g.dim() == 1]
+    joined = torch.cat(vectors) if vectors else dx.new_empty(0)
+    return [dx.contiguous(), joined, *(g.contiguous() for g in given if g.dim() > 1)]
 
 
 @_operator.register_fake
@@ -69,11 +84,21 @@ def _shapes(
 ) -> list[Tensor]:
     x = saved[0]
     assert x is not None
-    needed = [p for p, need in zip(params, needs, strict=True) if need]
-    return [x.new_empty(shape), *(p.new_empty(p.shape) for p in needed if p is not None)]
+    needed = [p for p, need in zip(params, needs, strict=True) if need and p is not None]
+    vectors = [p for p in needed if p.dim() == 1]
+    joined = torch.cat(vectors) if vectors else x.new_empty(0)
+    return [x.new_empty(shape), joined, *(p.new_empty(p.shape) for p in needed if p.dim() > 1)]
+
+
+def spell(static: Any) -> str:
+    """Named tuples, numbers and words as Python would write them (the compiler traces this, but not ``repr``)."""
+    if isinstance(static, tuple):
+        name = type(static).__name__
+        return ("" if name == "tuple" else name) + "(" + "".join([spell(part) + ", " for part in static]) + ")"
+    return f"'{static}'" if isinstance(static, str) else str(static)
 
 
 @cache
 def _read(static: str) -> Any:
-    """The named tuples, numbers and words that ``repr`` wrote."""
+    """What ``spell`` wrote."""
     return eval(static, {"__builtins__": {}, **_NAMES})

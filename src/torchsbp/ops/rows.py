@@ -3,6 +3,7 @@
 ``rows`` is an index vector ``[B * k]``, sample after sample with the same count k in each, or ``None`` for all rows.
 """
 
+import torch
 from torch import Tensor
 
 Rows = Tensor | None
@@ -31,3 +32,9 @@ def per_sample(x: Tensor, factor: Tensor | None) -> Tensor:
         return x
     samples = factor.shape[0]
     return (x.view(samples, -1, x.shape[-1]) * factor.view(samples, 1, 1)).flatten(0, 1)
+
+
+def places(rows: Tensor, size: int) -> Tensor:
+    """The inverse of ``rows``: the place of each of ``size`` rows among the kept ones, -1 for the rest."""
+    none = torch.full((size,), -1, dtype=torch.int32, device=rows.device)
+    return none.index_copy(0, rows, torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device))

@@ -68,20 +68,20 @@ def attend_backward(
     if name == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, o, lse, 0.0, False, scale=scale)
     if name == "flash":
-        seed = torch.zeros((2,), dtype=torch.uint64, device=q.device)
-        unused = torch.zeros((), dtype=torch.uint64, device=q.device)
+        seed = torch.empty((2,), dtype=torch.uint64, device=q.device)  # of dropout, which there is none
+        unused = torch.empty((), dtype=torch.uint64, device=q.device)
         rows, keys = q.shape[-2], k.shape[-2]
         return aten._scaled_dot_product_flash_attention_backward(
             do, q, k, v, o, lse.contiguous(), None, None, rows, keys, 0.0, False, seed, unused, scale=scale
         )
     if name == "cudnn":
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        seed = torch.empty((), dtype=torch.int64, device=q.device)
         rows, keys = q.shape[-2], k.shape[-2]
         return aten._scaled_dot_product_cudnn_attention_backward(
             do, q, k, v, o, lse.unsqueeze(-1), seed, seed, None, None, None, rows, keys, 0.0, False, scale=scale
         )
     if name == "efficient":
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        seed = torch.empty((), dtype=torch.int64, device=q.device)
         # The kernel reads L in steps of 32 rows.
         padded = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
         mask = [True, True, True, False]

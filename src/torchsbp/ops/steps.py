@@ -1,0 +1,175 @@
+"""The memory-bound steps of a backward pass, each one pass over its rows.
+
+``Steps`` writes them plainly: that is their definition, and what runs on CPU and in float64. On a CUDA device the
+Triton kernels of ``kernels.py`` stand in for them. Matrices are ``[rows, channels]``; ``rows`` are the kept rows (None:
+all, in order), ``dtype`` is the precision of matrix products.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import rows as R
+from .layers import Grad, Norm, Normed, activation, activation_backward, cast, norm_again, norm_backward
+
+
+class Affine(NamedTuple):
+    """A normalisation layer: its parameters and what is static about it."""
+
+    weight: Grad
+    bias: Grad
+    static: Norm
+
+
+class Cotangent(NamedTuple):
+    """Of a branch's last layer ``γ ∘ (x Wᵀ + b)``, on kept rows: as it is, and times γ."""
+
+    dy: Tensor
+    dz: Tensor
+
+
+class Steps:
+    """The steps of one backward pass. Each leaves sums over its rows (named in its docstring) in ``totals``."""
+
+    def __init__(self, x: Tensor, columns: int) -> None:
+        self._totals: list[Tensor] = []
+
+    def totals(self) -> list[Tensor]:
+        """The sums over rows that the steps have left, in their order: gradients of biases and norms."""
+        return self._totals
+
+    def cast(self, dtype: torch.dtype, *tensors: Grad) -> list[Any]:
+        """The tensors in the given precision."""
+        return [None if t is None else cast(t, dtype) for t in tensors]
+
+    def cotangent(
+        self, dy: Tensor, rows: R.Rows, factor: Grad, scale: Grad, samples: int, dtype: torch.dtype
+    ) -> Cotangent:
+        """Kept rows of dy times the factor of their sample. Total: Σ dy."""
+        kept = R.per_sample(R.take(dy, rows), factor)
+        self._totals.append(kept.sum(0))
+        half = cast(kept, dtype)
+        return Cotangent(half, half if scale is None else cast(kept * scale, dtype))
+
+    def normalise(
+        self,
+        x: Tensor,
+        norm: Affine,
+        dtype: torch.dtype | None,
+        *,
+        rows: R.Rows = None,
+        branch: Grad = None,
+        scale: Grad = None,
+        factor: Grad = None,
+        samples: int = 1,
+    ) -> Normed:
+        """The norm of ``x[rows] + factor · scale ∘ branch``, with what its backward needs."""
+        x = R.take(x, rows)
+        if branch is not None:
+            x = x + R.per_sample(branch if scale is None else branch * scale, factor)
+        return norm_again(x, *norm, dtype)
+
+    def activation(self, h: Tensor, dg: Tensor, name: str, own: bool) -> tuple[Tensor, Tensor]:
+        """For ``g = act(h)``: g and dh. dg is overwritten, and h too if it is our own. Total: Σ dh."""
+        g, dh = activation(h, name), activation_backward(dg, h, name)
+        self._totals.append(dh.sum(0))
+        return g, dh
+
+    def stack(self, *parts: Tensor, more: bool = False) -> Tensor:
+        """The columns of several matrices side by side. Total: Σ of them, appended to the one before if ``more``."""
+        stacked = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+        total = stacked.sum(0)
+        self._totals.append(torch.cat([self._totals.pop(), total]) if more else total)
+        return stacked
+
+    def norm_backward_middle(
+        self,
+        dn: Tensor,
+        n: Normed,
+        norm: Affine,
+        dy: Tensor,
+        rows: R.Rows,
+        factor: Grad,
+        scale: Grad,
+        samples: int,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Cotangent]:
+        """Gradient between two branches, ``dy[rows]`` + the norm's; and as the cotangent of the branch below.
+
+        Totals: gradients of the norm's weight and bias, Σ of the cotangent.
+        """
+        dx = self._norm_backward(dn, n, norm)
+        middle = R.take(dy, rows) + dx
+        return middle, self.cotangent(middle, None, factor, scale, samples, dtype)
+
+    def norm_backward_input(
+        self,
+        dn: Tensor,
+        n: Normed,
+        norm: Affine,
+        dtype: torch.dtype,
+        *,
+        rows: R.Rows = None,
+        places: Grad = None,
+        size: int = 0,
+        dn_kept: Grad = None,
+        kept: Grad = None,
+        base: Grad = None,
+        gated: bool = False,
+    ) -> Tensor:
+        """Gradient of an op's input, in ``dtype``: the norm's and the residual path's, on all ``size`` rows.
+
+        ``dn`` and ``n`` have the kept rows alone; or, if ``dn_kept`` is given, which is added to dn at the kept rows,
+        all rows. The residual path brings ``kept`` at kept rows, or ``base`` if that is None; ``base`` elsewhere,
+        unless gated. ``places`` is ``rows.places(rows, size)`` if that is at hand. Totals: the norm's weight and bias.
+        """
+        if rows is None:
+            residual = base if kept is None else kept
+            dx = self._norm_backward(dn, n, norm)
+            return (dx if residual is None else residual + dx).to(dtype)
+        if dn_kept is not None:
+            dn = dn.index_add(0, rows, dn_kept.to(dn.dtype))
+        dx = self._norm_backward(dn, n, norm)
+        elsewhere = None if gated else base
+        out = dx.new_zeros(size, dx.shape[1], dtype=dtype) if elsewhere is None else elsewhere.to(dtype)
+        kept = R.take(base, rows) if kept is None and base is not None else kept
+        if dn_kept is None:
+            return out.index_copy(0, rows, (dx if kept is None else kept + dx).to(dtype))
+        assert kept is not None
+        return out.index_copy(0, rows, kept.to(dtype)) + dx.to(dtype)
+
+    def _norm_backward(self, dn: Tensor, n: Normed, norm: Affine) -> Tensor:
+        needs = norm.weight is not None, norm.bias is not None
+        dx, dw, db = norm_backward(dn, n, *norm, needs)
+        nothing = dx.new_zeros(dx.shape[1])
+        self._totals += [nothing if dw is None else dw, nothing if db is None else db]
+        return dx
+
+
+WIDEST = 8192  # channels: a kernel holds whole rows
+
+
+@cache
+def _triton_steps() -> type[Steps]:
+    try:
+        from .kernels import TritonSteps
+    except ImportError:  # no Triton: the plain steps run
+        return Steps
+    return TritonSteps
+
+
+def steps_for(x: Tensor, columns: int) -> Steps:
+    """The steps of a backward pass over rows like x's, whose totals have so many columns together."""
+    fits = x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.shape[-1] <= WIDEST
+    return (_triton_steps() if fits and x.numel() else Steps)(x, columns)
+
+
+def cast_grads(grads: Sequence[Grad], params: Sequence[Grad], needs: Sequence[bool]) -> list[Grad]:
+    """The gradients that are needed, in the precision of their parameters."""
+    return [
+        g.to(p.dtype) if need and g is not None and p is not None else None
+        for g, p, need in zip(grads, params, needs, strict=True)
+    ]
