@@ -15,17 +15,24 @@ from torchsbp import samplers
 
 @dataclass(frozen=True)
 class Method:
-    """``prepare`` changes the model in place; ``build`` are options of its constructor; ``around`` wraps every step."""
+    """``prepare`` changes the model in place; ``build`` are options of its constructor; ``around`` wraps every forward.
+
+    ``eager`` and ``compiled`` say in which modes it does anything, ``only`` what the model's name must contain.
+    """
 
     prepare: Callable[[nn.Module], Any] = lambda model: model
     build: dict[str, Any] = field(default_factory=dict)
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
-    compiles: bool = True
+    eager: bool = True
+    compiled: bool = True
     only: str = ""
 
+    def suits(self, model: str, mode: str) -> bool:
+        return self.only in model and (self.compiled if mode == "compiled" else self.eager)
 
-def sbp(**options: Any) -> Method:
-    return Method(lambda model: torchsbp.apply(model, **options))
+
+def sbp(only: str = "", **options: Any) -> Method:
+    return Method(lambda model: torchsbp.apply(model, **options), only=only)
 
 
 def sbp_and_checkpoint(**options: Any) -> Method:
@@ -39,8 +46,9 @@ def sbp_and_checkpoint(**options: Any) -> Method:
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    kinds = ("Block", "ConvNeXtBlock", "SBPBlock", "SBPConvNeXtBlock")
-    return (module for module in model.modules() if type(module).__name__ in kinds)
+    """Of timm's ViT or ConvNeXt, patched or not."""
+    kinds = ("Block", "ConvNeXtBlock")
+    return (module for module in model.modules() if type(module).__name__.removeprefix("SBP") in kinds)
 
 
 def checkpoint_blocks(model: nn.Module, chosen: Callable[[nn.Module], bool] = lambda block: True) -> None:
@@ -48,7 +56,7 @@ def checkpoint_blocks(model: nn.Module, chosen: Callable[[nn.Module], bool] = la
     for block in blocks_of(model):
         if chosen(block):
             plain = block.forward
-            block.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=False)  # type: ignore[method-assign]
+            block.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=False)
 
 
 def algorithm_1(ratio: float) -> Callable[[nn.Module], None]:
@@ -100,17 +108,17 @@ def offload() -> AbstractContextManager[Any]:
 METHODS = {
     "full": Method(),
     "checkpoint": Method(checkpoint_blocks),
-    "budget 0.5": Method(around=lambda: memory_budget(0.5)),
-    "offload": Method(around=offload, compiles=False),
+    "budget 0.5": Method(around=lambda: memory_budget(0.5), eager=False),
+    "offload": Method(around=offload, compiled=False),
     "algorithm 1, r=0.5": Method(algorithm_1(0.5), only="vit"),
     "patch drop 0.5": Method(build={"patch_drop_rate": 0.5}, only="vit"),
     "exact, lean (r=1)": sbp(keep_ratio=1.0),
     "sbp query r=0.5": sbp(keep_ratio=0.5),
+    "sbp query r=0.5, saved": sbp(keep_ratio=0.5, recompute=False),
+    "sbp query r=0.5, saved + checkpoint": sbp_and_checkpoint(keep_ratio=0.5),
     "sbp query r=0.25": sbp(keep_ratio=0.25),
     "sbp query r=0.25, saved": sbp(keep_ratio=0.25, recompute=False),
-    "sbp qkv r=0.5": sbp(keep_ratio=0.5, attention="qkv"),
-    "sbp qkv r=0.5, saved": sbp(keep_ratio=0.5, attention="qkv", recompute=False),
-    "sbp query r=0.5, saved": sbp(keep_ratio=0.5, recompute=False),
     "sbp query r=0.25, all blocks": sbp(keep_ratio=0.25, blocks=1.0),
-    "sbp query r=0.5, saved + checkpoint": sbp_and_checkpoint(keep_ratio=0.5),
+    "sbp qkv r=0.5": sbp(keep_ratio=0.5, attention="qkv", only="vit"),
+    "sbp qkv r=0.5, saved": sbp(keep_ratio=0.5, attention="qkv", recompute=False, only="vit"),
 }

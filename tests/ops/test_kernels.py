@@ -82,7 +82,7 @@ def test_normalise(ratio, branch, affine, kind):
     }
 
     def run(steps):
-        n = steps.normalise(x, norm, torch.float32, rows=rows, samples=SAMPLES, **more)
+        n = steps.normalise(x, norm, torch.float32, after=x, rows=rows, samples=SAMPLES, **more)
         return n.y, n.x, None if n.mean is None else n.mean.flatten(), n.rstd.flatten()
 
     check(run)

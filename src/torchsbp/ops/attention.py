@@ -213,7 +213,7 @@ def attention_input_backward(
     x, o, lse, q, k, v, rows, places = tensors
     x_rows = rows if spec.rule == "query" else None  # which rows of the saved x are the kept ones
     affine = Affine(p.norm_weight, p.norm_bias, spec.norm)
-    n = steps.normalise(R.flat(x), affine, spec.dtype)
+    n = steps.normalise(R.flat(x), affine, spec.dtype, after=base)
     qkv = None if q is None else QKV(q, k, v)
     dn, dn_q, *grads, d_norms = attention_backward(
         steps, dy, n, x_rows, o, lse, qkv, halves, p, spec, x.shape[0], needs

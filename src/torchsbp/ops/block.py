@@ -108,9 +108,9 @@ def _transformer_block_backward(
         dtype, p1.proj_bias, p1.qkv_weight, p1.qkv_bias, p1.proj_weight, p2.weight1, p2.bias1, p2.weight2
     )
     middle = steps.normalise(
-        R.flat(x), affine, spec2.dtype,
+        R.flat(x), affine, spec2.dtype, after=dy,
         rows=rows if spec1.rule == "query" else None,
-        branch=linear(o, halves[2], proj_bias, None), scale=p1.scale, factor=factor1, samples=samples,
+        branch=linear(o, R.after(dy, halves[2]), proj_bias, None), scale=p1.scale, factor=factor1, samples=samples,
     )  # fmt: skip
     dn, dw1, product2 = mlp_backward(steps, kept_dy, middle, h, halves[3:], p2, spec2, needs2)
     del kept_dy

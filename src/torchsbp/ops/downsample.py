@@ -87,7 +87,7 @@ def _downsample_backward(
     B, H, W, C = shape
     out, _, kh, kw = p.weight.shape
     steps, affine = steps_for(x, out + 2 * C), Affine(p.norm_weight, p.norm_bias, spec.norm)
-    n = steps.normalise(x, affine, spec.dtype)
+    n = steps.normalise(x, affine, spec.dtype, after=dy)
     kept_dy, _ = steps.cotangent(R.flat(dy.permute(0, 2, 3, 1)), rows, None, None, B, n.y.dtype)
     matrix = p.weight.permute(0, 2, 3, 1).flatten(1)
     dw = weight_gradient(kept_dy, n.y.view(-1, kh * kw * C), matrix, needs[2])

@@ -16,8 +16,9 @@ from . import rows as R
 from .layers import ACTIVATIONS, Grad, Normed
 from .steps import Affine, Cotangent, Steps
 
-ELEMENTS = 4096  # in a tile
+ELEMENTS = 1024  # in a tile, unless a row has more
 PROGRAMS_PER_PROCESSOR = 4
+ACTIVATION = {"ROWS": 8, "BLOCK": 256, "num_warps": 4}  # its tiles are not whole rows
 
 
 class TritonSteps(Steps):
@@ -31,13 +32,15 @@ class TritonSteps(Steps):
         assert used == self.sums.shape[1], f"{used} columns were summed, {self.sums.shape[1]} announced"
         return list(self.sums.sum(0).split(self.widths))
 
-    def room(self, width: int, more: bool = False) -> Tensor:
-        """Columns of the buffer for another sum, or for more of the one before."""
+    def room(self, width: int, more: bool = False) -> int:
+        """The first of the buffer's columns for another sum, or for more of the one before."""
         start = sum(self.widths)
         self.widths.append(width + (self.widths.pop() if more else 0))
-        return self.sums[:, start:]
+        return start
 
     def cast(self, dtype: torch.dtype, *tensors: Grad) -> list[Any]:
+        if torch.compiler.is_compiling():
+            return super().cast(dtype, *tensors)
         others = [t for t in tensors if t is not None and t.dtype != dtype]
         halves = [torch.empty_like(t, dtype=dtype) for t in others]
         if others:
@@ -51,15 +54,16 @@ class TritonSteps(Steps):
         dy = dy.contiguous()
         count, C = dy.shape[0] if rows is None else rows.shape[0], dy.shape[1]
         half = torch.empty(count, C, dtype=dtype, device=dy.device)
-        scaled = half if scale is None else torch.empty_like(half)
+        scaled = None if scale is None else torch.empty_like(half)
         _cotangent[(self.programs,)](
-            dy, rows, factor, scale, half, scaled, self.room(C), count, count // samples, C, self.sums.shape[1],
-            rows is not None, factor is not None, scale is not None, **tile(C),
+            dy, rows, factor, scale, half, scaled, self.sums, self.room(C), self.sums.shape[1],
+            count, count // samples, C, rows is not None, factor is not None, scale is not None, **tile(C),
         )  # fmt: skip
-        return Cotangent(half, scaled)
+        return Cotangent(half, half if scaled is None else scaled)
 
     def normalise(
         self, x: Tensor, norm: Affine, dtype: torch.dtype | None, *,
+        after: Tensor,
         rows: Grad = None, branch: Grad = None, scale: Grad = None, factor: Grad = None, samples: int = 1,
     ) -> Normed:  # fmt: skip
         x, (weight, bias, static) = x.contiguous(), norm
@@ -72,7 +76,7 @@ class TritonSteps(Steps):
         mean = None if static.kind == "rms" else torch.empty_like(rstd)
         eps = torch.finfo(x.dtype).eps if static.eps is None else static.eps
         _normalise[(4 * self.programs,)](
-            x, rows, branch, scale, factor, weight, bias, middle, y, mean, rstd, count, count // samples, C, eps,
+            after, x, rows, branch, scale, factor, weight, bias, middle, y, mean, rstd, count, count // samples, C, eps,
             rows is not None, branch is not None, scale is not None, factor is not None,
             weight is not None, bias is not None, mean is not None, keep, **tile(C),
         )  # fmt: skip
@@ -80,34 +84,34 @@ class TritonSteps(Steps):
 
     def activation(self, h: Tensor, dg: Tensor, name: str, own: bool) -> tuple[Tensor, Tensor]:
         count, H = h.shape
-        g = h if own else torch.empty_like(h)
-        block = 256
-        _activation[(triton.cdiv(H, block), self.programs)](
-            h, dg, g, self.room(H), count, H, self.sums.shape[1], ACTIVATIONS.index(name), 8, block, num_warps=4
+        g = None if own else torch.empty_like(h)
+        _activation[(-(-H // ACTIVATION["BLOCK"]), self.programs)](
+            h, dg, g, self.sums, self.room(H), self.sums.shape[1], count, H, ACTIVATIONS.index(name), own, **ACTIVATION
         )
-        return g, dg
+        return h if g is None else g, dg
 
     def stack(self, *parts: Tensor, more: bool = False) -> Tensor:
         a, b, c = (*parts, None, None)[:3]
         assert a is not None
         count, C = a.shape
-        stacked = a if b is None else torch.empty(count, len(parts) * C, dtype=a.dtype, device=a.device)
+        stacked = None if b is None else torch.empty(count, len(parts) * C, dtype=a.dtype, device=a.device)
         _stack[(self.programs, len(parts))](
-            a, b, c, stacked, self.room(len(parts) * C, more), count, C, self.sums.shape[1], len(parts), **tile(C),
+            a, b, c, stacked, self.sums, self.room(len(parts) * C, more), self.sums.shape[1],
+            count, C, len(parts), **tile(C),
         )  # fmt: skip
-        return stacked
+        return a if stacked is None else stacked
 
     def norm_backward_middle(
         self, dn: Tensor, n: Normed, norm: Affine, dy: Tensor, rows: Grad,
         factor: Grad, scale: Grad, samples: int, dtype: torch.dtype,
     ) -> tuple[Tensor, Cotangent]:  # fmt: skip
         half = torch.empty(dn.shape, dtype=dtype, device=dn.device)
-        scaled = half if scale is None else torch.empty_like(half)
+        scaled = None if scale is None else torch.empty_like(half)
         middle = self._launch(
             dn, n, norm, dy.dtype, dn.shape[0], base=dy, base_rows=rows,
             half=half, scaled=scaled, factor=factor, scale=scale, samples=samples,
         )  # fmt: skip
-        return middle, Cotangent(half, scaled)
+        return middle, Cotangent(half, half if scaled is None else scaled)
 
     def norm_backward_input(
         self, dn: Tensor, n: Normed, norm: Affine, dtype: torch.dtype, *,
@@ -126,15 +130,15 @@ class TritonSteps(Steps):
         half: Grad = None, scaled: Grad = None, factor: Grad = None, scale: Grad = None, samples: int = 1,
     ) -> Tensor:  # fmt: skip
         C = dn.shape[1]
-        sums = self.room(C)
+        start = self.room(C)
         self.room(C)
         if half is not None:
             self.room(C)
         dx = torch.empty(size, C, dtype=dtype, device=dn.device)
         _norm_backward[(self.programs,)](
             dn.contiguous(), dn_kept, n.x, n.mean, n.rstd, norm.weight, kept,
-            None if base is None else base.contiguous(), base_rows, places, dx, half, scaled, factor, scale, sums,
-            size, size // samples, C, self.sums.shape[1],
+            None if base is None else base.contiguous(), base_rows, places, dx, half, scaled, factor, scale,
+            self.sums, start, self.sums.shape[1], size, size // samples, C,
             dn_kept is not None, norm.weight is not None, n.mean is not None, kept is not None,
             base is not None, base_rows is not None, places is not None, places is None or dn_kept is not None, gated,
             half is not None, factor is not None, scale is not None, **tile(C),
@@ -143,25 +147,19 @@ class TritonSteps(Steps):
 
 
 def tile(width: int) -> dict[str, int]:
-    """Whole rows of so many channels."""
-    block = triton.next_power_of_2(width)
+    """Whole rows of so many channels, eight elements for each thread."""
+    block = 1 << (width - 1).bit_length()
     rows = max(1, ELEMENTS // block)
-    return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(4, rows * block // 512))}
-
-
-_PROCESSORS: dict[Any, int] = {}
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(1, rows * block // 256))}
 
 
 def processors(device: torch.device) -> int:
-    if device not in _PROCESSORS:
-        cuda = device.type == "cuda"
-        _PROCESSORS[device] = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1
-    return _PROCESSORS[device]
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit
 def _cotangent(
-    dy, rows, factor, scale, half, scaled, sums, count, per_sample, C, columns,
+    dy, rows, factor, scale, half, scaled, sums, first, columns, count, per_sample, C: tl.constexpr,
     HAS_ROWS: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     c = tl.arange(0, BLOCK)
@@ -180,16 +178,17 @@ def _cotangent(
         if HAS_SCALE:
             gamma = tl.load(scale + c, inside, 0.0).to(tl.float32)
             tl.store(scaled + at, (d * gamma[None, :]).to(scaled.dtype.element_ty), here)
-    tl.store(sums + tl.program_id(0) * columns + c, tl.sum(total, 0), inside)
+    tl.store(sums + tl.program_id(0) * columns + first + c, tl.sum(total, 0), inside)
 
 
 @triton.jit
 def _normalise(
-    x, rows, branch, scale, factor, weight, bias, middle, y, mean, rstd, count, per_sample, C, eps,
+    after, x, rows, branch, scale, factor, weight, bias, middle, y, mean, rstd, count, per_sample, C: tl.constexpr, eps,
     HAS_ROWS: tl.constexpr, HAS_BRANCH: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRE: tl.constexpr, KEEP: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """``after`` is not read: it orders this kernel behind another one."""
     c = tl.arange(0, BLOCK)
     inside = c < C
     for start in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
@@ -224,9 +223,10 @@ def _normalise(
 
 @triton.jit
 def _activation(
-    h, dg, g, sums, count, H, columns, ACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    h, dg, g, sums, first, columns, count, H: tl.constexpr,
+    ACT: tl.constexpr, OWN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ACT is the index in ``ACTIVATIONS``."""
+    """ACT is the index in ``ACTIVATIONS``; dh overwrites dg, and g overwrites h if that is our OWN."""
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = c < H
     total = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -257,14 +257,18 @@ def _activation(
             slope = tl.where(a > 0, 1.0, 0.0)
         d *= slope
         total += d
-        tl.store(g + at, value.to(g.dtype.element_ty), here)
+        if OWN:
+            tl.store(h + at, value.to(h.dtype.element_ty), here)
+        else:
+            tl.store(g + at, value.to(g.dtype.element_ty), here)
         tl.store(dg + at, d.to(dg.dtype.element_ty), here)
-    tl.store(sums + tl.program_id(1) * columns + c, tl.sum(total, 0), inside)
+    tl.store(sums + tl.program_id(1) * columns + first + c, tl.sum(total, 0), inside)
 
 
 @triton.jit
 def _stack(
-    a, b, c, stacked, sums, count, C, columns, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    a, b, c, stacked, sums, first, columns, count, C: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (p, i) copies rows of part i to its columns; a single part is summed and stays where it is."""
     part = tl.program_id(1)
@@ -284,13 +288,13 @@ def _stack(
         total += value.to(tl.float32)
         if PARTS > 1:
             tl.store(stacked + row * (PARTS * C) + part * C + k[None, :], value, here)
-    tl.store(sums + tl.program_id(0) * columns + part * C + k, tl.sum(total, 0), inside)
+    tl.store(sums + tl.program_id(0) * columns + first + part * C + k, tl.sum(total, 0), inside)
 
 
 @triton.jit
 def _norm_backward(
-    dn, dn_kept, x, mean, rstd, weight, kept, base, base_rows, places, dx, half, scaled, factor, scale, sums,
-    size, per_sample, C, columns,
+    dn, dn_kept, x, mean, rstd, weight, kept, base, base_rows, places, dx, half, scaled, factor, scale,
+    sums, first, columns, size, per_sample, C: tl.constexpr,
     HAS_DN_KEPT: tl.constexpr, HAS_WEIGHT: tl.constexpr, CENTRE: tl.constexpr, HAS_KEPT: tl.constexpr,
     HAS_BASE: tl.constexpr, HAS_BASE_ROWS: tl.constexpr, HAS_PLACES: tl.constexpr, DENSE: tl.constexpr,
     GATED: tl.constexpr, HAS_HALF: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SCALE: tl.constexpr,
@@ -323,6 +327,18 @@ def _norm_backward(
         if HAS_DN_KEPT:
             d += tl.load(dn_kept + kept_at, kept_here, 0.0).to(tl.float32)
         unit = tl.load(x + n_at, n_here, 0.0).to(tl.float32)
+        residual = tl.zeros([ROWS, BLOCK], tl.float32)
+        if HAS_KEPT:
+            residual += tl.load(kept + kept_at, kept_here, 0.0).to(tl.float32)
+        if HAS_BASE:
+            takes = i_inside
+            if HAS_KEPT:
+                takes = i_inside & (place < 0)
+            if GATED:
+                takes = takes & is_kept
+            source = tl.load(base_rows + i, i_inside, 0) if HAS_BASE_ROWS else i.to(tl.int64)
+            at = source[:, None] * C + c[None, :]
+            residual += tl.load(base + at, takes[:, None] & inside[None, :], 0.0).to(tl.float32)
         if CENTRE:
             unit -= tl.load(mean + n, n_inside, 0.0)[:, None]
         inverse = tl.load(rstd + n, n_inside, 0.0)[:, None]
@@ -333,19 +349,7 @@ def _norm_backward(
         out = d - unit * (tl.sum(d * unit, 1) / C)[:, None]
         if CENTRE:
             out -= (tl.sum(d, 1) / C)[:, None]
-        out *= inverse
-
-        if HAS_KEPT:
-            out += tl.load(kept + kept_at, kept_here, 0.0).to(tl.float32)
-        if HAS_BASE:
-            takes = i_inside
-            if HAS_KEPT:
-                takes = i_inside & (place < 0)
-            if GATED:
-                takes = takes & is_kept
-            source = tl.load(base_rows + i, i_inside, 0) if HAS_BASE_ROWS else i.to(tl.int64)
-            at = source[:, None] * C + c[None, :]
-            out += tl.load(base + at, takes[:, None] & inside[None, :], 0.0).to(tl.float32)
+        out = out * inverse + residual
         tl.store(dx + i_at, out.to(dx.dtype.element_ty), here)
         if HAS_HALF:
             if HAS_FACTOR:
@@ -355,7 +359,7 @@ def _norm_backward(
             if HAS_SCALE:
                 out *= tl.load(scale + c, inside, 0.0).to(tl.float32)[None, :]
                 tl.store(scaled + i_at, out.to(scaled.dtype.element_ty), here)
-    at = sums + tl.program_id(0) * columns + c
+    at = sums + tl.program_id(0) * columns + first + c
     tl.store(at, tl.sum(weight_sum, 0), inside)
     tl.store(at + C, tl.sum(bias_sum, 0), inside)
     if HAS_HALF:

@@ -145,7 +145,7 @@ def _mlp_branch_backward(
     spec, residual, scope = static
     p, samples, dy, channels, hidden = MLP(*params), dy.shape[0], R.flat(dy), x.shape[-1], params[2].shape[0]
     steps, affine = steps_for(x, 3 * channels + hidden), Affine(p.norm_weight, p.norm_bias, spec.norm)
-    n = steps.normalise(R.flat(x), affine, spec.dtype)
+    n = steps.normalise(R.flat(x), affine, spec.dtype, after=dy)
     halves = steps.cast(n.y.dtype, p.weight1, p.bias1, p.weight2)
     kept_dy = steps.cotangent(dy, rows, factor, p.scale, samples, n.y.dtype)
     dn, dw1, product = mlp_backward(steps, kept_dy, n, h, halves, p, spec, needs)

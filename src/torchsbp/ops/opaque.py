@@ -16,6 +16,9 @@ Grads = list[Tensor | None]
 # (dy, saved, params, needs, shape of dx, static) -> dx and the gradients of the parameters, in their order.
 Backward = Callable[[Tensor, Sequence[Any], Sequence[Any], Sequence[bool], Sequence[int], Any], tuple[Tensor, Grads]]
 
+import os
+
+OPAQUE = os.environ.get("SBP_OPAQUE") == "1"
 _BACKWARD: dict[str, Backward] = {}
 _NAMES: dict[str, Any] = {"torch": torch}
 
@@ -36,7 +39,7 @@ def backward(
     static: Any,
 ) -> tuple[Tensor, Grads]:
     """Run a registered backward function: as it is, or while compiling as one operator."""
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() or not OPAQUE:
         return _BACKWARD[name](dy, saved, params, needs, shape, static)
     dx, vectors, *matrices = torch.ops.torchsbp.backward(name, dy, saved, params, needs, shape, spell(static))
     grads: Grads = []

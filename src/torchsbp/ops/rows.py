@@ -34,6 +34,18 @@ def per_sample(x: Tensor, factor: Tensor | None) -> Tensor:
     return (x.view(samples, -1, x.shape[-1]) * factor.view(samples, 1, 1)).flatten(0, 1)
 
 
+def after(cotangent: Tensor, x: Tensor) -> Tensor:
+    """``x``, made to depend on the cotangent when compiling.
+
+    The compiler sees forward and backward as one graph. Without this it would merge what backward recomputes with the
+    same expression in forward and save it, which undoes the saving. The zero is exact, also for inf and NaN.
+    """
+    if not torch.compiler.is_compiling():
+        return x
+    zero = (cotangent.flatten()[0] * 0).nan_to_num(0.0, 0.0, 0.0)
+    return x + zero.to(x.dtype)
+
+
 def places(rows: Tensor, size: int) -> Tensor:
     """The inverse of ``rows``: the place of each of ``size`` rows among the kept ones, -1 for the rest."""
     none = torch.full((size,), -1, dtype=torch.int32, device=rows.device)

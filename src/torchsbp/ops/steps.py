@@ -60,14 +60,15 @@ class Steps:
         norm: Affine,
         dtype: torch.dtype | None,
         *,
+        after: Tensor,
         rows: R.Rows = None,
         branch: Grad = None,
         scale: Grad = None,
         factor: Grad = None,
         samples: int = 1,
     ) -> Normed:
-        """The norm of ``x[rows] + factor · scale ∘ branch``, with what its backward needs."""
-        x = R.take(x, rows)
+        """The norm of ``x[rows] + factor · scale ∘ branch``, with what its backward needs; computed after ``after``."""
+        x = R.take(R.after(after, x), rows)
         if branch is not None:
             x = x + R.per_sample(branch if scale is None else branch * scale, factor)
         return norm_again(x, *norm, dtype)

@@ -1,0 +1,187 @@
+"""One case: a model prepared for training by a method, its steps timed and its memory read."""
+
+import gc
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import peak
+from methods import METHODS
+from models import MODELS
+
+MIB = 2**20
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What to measure and how, by names in the registries: a child process builds it from this."""
+
+    model: str
+    method: str
+    mode: str = "eager"
+    batch: int | None = None
+    size: int | None = None
+    build: dict[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
+    bf16: bool = True
+    compile_mode: str = "default"
+    warmup: int = 5
+    steps: int = 30
+    profile: bool = False
+    snapshot: bool = False
+
+    @property
+    def names(self) -> Row:
+        return {"model": self.model, "mode": self.mode, "method": self.method}
+
+
+class Stopwatch:
+    """Marks in time, by device events on CUDA; read when all work is done, so that nothing waits in between."""
+
+    def __init__(self, device: str) -> None:
+        self.cuda = device == "cuda"
+        self.marks: list[Any] = []
+
+    def mark(self) -> None:
+        if self.cuda:
+            self.marks.append(torch.cuda.Event(enable_timing=True))
+            self.marks[-1].record()
+        else:
+            self.marks.append(time.perf_counter())
+
+    def between(self, first: int, last: int) -> float:
+        """Milliseconds from one mark to another."""
+        a, b = self.marks[first], self.marks[last]
+        return a.elapsed_time(b) if self.cuda else 1000 * (b - a)
+
+
+class Case:
+    """One model prepared by one method, ready to be stepped."""
+
+    def __init__(self, setting: Setting) -> None:
+        torch.manual_seed(0)
+        self.setting, self.spec, self.method = setting, MODELS[setting.model], METHODS[setting.method]
+        self.size = setting.size or self.spec.size
+        with torch.device(setting.device):
+            self.model = self.spec.build(self.size, **self.method.build, **setting.build)
+        self.method.prepare(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=self.cuda)
+        compiled = setting.mode == "compiled"
+        self.call = torch.compile(self.model, mode=setting.compile_mode) if compiled else self.model
+        self.feed(setting.batch or self.spec.batch)
+
+    @property
+    def cuda(self) -> bool:
+        return self.setting.device == "cuda"
+
+    def feed(self, batch: int) -> None:
+        """Random images and labels; those of another batch are freed first."""
+        self.batch, self.images = batch, torch.empty(0)
+        with torch.device(self.setting.device):
+            images, self.labels = torch.randn(batch, 3, self.size, self.size), torch.randint(1000, (batch,))
+        self.images = images.to(memory_format=torch.channels_last) if self.spec.channels_last else images
+
+    def forward(self) -> torch.Tensor:
+        autocast = torch.autocast(self.setting.device, torch.bfloat16) if self.setting.bf16 else nullcontext()
+        with self.method.around(), autocast:
+            return F.cross_entropy(self.call(self.images).float(), self.labels)
+
+    def step(self, watch: Stopwatch) -> None:
+        """One training step: four marks."""
+        watch.mark()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.forward()
+        watch.mark()
+        loss.backward()
+        watch.mark()
+        self.optimizer.step()
+        watch.mark()
+
+    def steps(self, count: int) -> Stopwatch:
+        watch = Stopwatch(self.setting.device)
+        for _ in range(count):
+            self.step(watch)
+        if self.cuda:
+            torch.cuda.synchronize()
+        return watch
+
+
+def release() -> None:
+    """Give memory that is not used back to the device."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def count_flops(setting: Setting, batch: int) -> int:
+    """Multiply-adds (times two) of forward and backward, recomputation included: of two images, scaled to the batch."""
+    case = Case(replace(setting, mode="eager", batch=2))
+    with FlopCounterMode(display=False) as counter:
+        case.forward().backward()
+    return counter.get_total_flops() * batch // 2
+
+
+def measure(case: Case) -> Row:
+    """Time of a step and its parts (medians), and on CUDA its memory."""
+    case.steps(case.setting.warmup)
+    row: Row = {}
+    if case.cuda:
+        case.optimizer.zero_grad(set_to_none=True)
+        static = torch.cuda.memory_allocated()
+        loss = case.forward()
+        row["activations MiB"] = (torch.cuda.memory_allocated() - static) / MIB
+        loss.backward()
+        del loss
+        torch.cuda.reset_peak_memory_stats()
+    watch = case.steps(case.setting.steps)
+    if case.cuda:
+        row["peak MiB"] = torch.cuda.max_memory_allocated() / MIB
+        row["reserved MiB"] = torch.cuda.max_memory_reserved() / MIB
+    starts = range(0, len(watch.marks), 4)
+    for i, name in enumerate(("forward", "backward", "update")):
+        row[f"{name} ms"] = statistics.median(watch.between(start + i, start + i + 1) for start in starts)
+    row["step ms"] = statistics.median(watch.between(start, start + 4) for start in starts[:-1])
+    row["images/s"] = 1000 * case.batch / row["step ms"]
+    return row
+
+
+def measured(setting: Setting) -> Iterator[Row]:
+    """Work for a child process: nothing when the case is compiled and warm, then its row."""
+    row = setting.names
+    if METHODS[setting.method].eager:
+        row["flops"] = count_flops(setting, setting.batch or MODELS[setting.model].batch)
+    release()
+    case = Case(setting)
+    row |= {"batch": case.batch, "size": case.size}
+    case.steps(2)
+    release()
+    yield {}
+    row |= measure(case)
+    if setting.profile:
+        row["profile"] = profile(case)
+    if setting.snapshot and case.cuda:
+        row["snapshot"] = peak.report(lambda: case.steps(1))
+    yield row
+
+
+def profile(case: Case) -> str:
+    """The kernels (operators on CPU) of one step: their time, their number, and those that take the most."""
+    kind = case.setting.device.upper()
+    with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, kind)]) as profiler:
+        case.steps(1)
+    events = [e for e in profiler.key_averages() if e.device_type.name == kind and not e.is_user_annotation]
+    times = {e.key: (e.self_device_time_total if case.cuda else e.self_cpu_time_total) / 1000 for e in events}
+    total, count = sum(times.values()), sum(e.count for e in events)
+    lines = [f"{total:.2f} ms busy in {count} {'kernels' if case.cuda else 'operators'}"]
+    for event in sorted(events, key=lambda e: -times[e.key])[:28]:
+        time_ = times[event.key]
+        lines.append(f"{time_:9.3f} ms {time_ / total:6.1%} {event.count:5d} ×  {event.key[:100]}")
+    return "\n".join(lines)

@@ -1,0 +1,113 @@
+"""Cases in processes of their own: prepared several at a time, measured one at a time.
+
+A clean allocator and compiler for every case, and a case that fails, dies or hangs leaves the others alone.
+"""
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import groupby
+from multiprocessing.connection import Connection
+
+from case import Row, Setting
+
+CONTEXT = multiprocessing.get_context("spawn")
+OUT_OF_MEMORY = "out of memory"
+Work = Callable[[Setting], Iterator[Row]]
+
+
+def serve(pipe: Connection, work: Work, setting: Setting) -> None:
+    """In the child: prepare (the first thing ``work`` yields says that this is done), wait, send row after row."""
+    try:
+        rows = work(setting)
+        pipe.send(next(rows))
+        pipe.recv()
+        for row in rows:
+            pipe.send(row)
+    except Exception as error:
+        pipe.send({"error": reason(error)})
+    pipe.close()
+
+
+def reason(error: Exception) -> str:
+    text = str(error)
+    if any(words in text for words in (OUT_OF_MEMORY, "ALLOC_FAILED")):
+        return OUT_OF_MEMORY
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {text.strip().splitlines()[0] if text.strip() else ''}"
+
+
+class Child:
+    """The parent's side: ``listen`` gives what the child sends next, an error if it dies or is late."""
+
+    def __init__(self, work: Work, setting: Setting, limit: float) -> None:
+        self.setting, self.limit = setting, limit
+        self.pipe, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=serve, args=(theirs, work, setting))
+        self.process.start()
+        theirs.close()
+        self.deadline = time.monotonic() + limit
+
+    def listen(self) -> Row | None:
+        """None when the child has said everything."""
+        error: Row | None = {"error": f"not done after {self.limit:.0f} s"}
+        try:
+            if self.pipe.poll(max(0.0, self.deadline - time.monotonic())):
+                return self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            code = self.process.exitcode
+            error = {"error": f"the process ended with exit code {code}"} if code else None
+        self.stop()
+        return error
+
+    def measure(self) -> Iterator[Row]:
+        self.deadline = time.monotonic() + self.limit
+        with suppress(OSError):  # it died while it waited: listening tells
+            self.pipe.send("measure")
+        while not self.pipe.closed and (row := self.listen()):
+            yield row
+        self.stop()
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def run_group(work: Work, settings: Sequence[Setting], limit: float) -> list[list[Row]]:
+    """The rows of every case: all prepare at the same time, then one after the other measures and ends."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(settings)))
+    children = [Child(work, setting, limit) for setting in settings]
+    try:
+        prepared = [child.listen() for child in children]
+        results = [[said] if said else list(child.measure()) for child, said in zip(children, prepared, strict=True)]
+    finally:
+        for child in children:
+            child.stop()
+    return [[setting.names | row for row in rows] for setting, rows in zip(settings, results, strict=True)]
+
+
+def run(work: Work, settings: Sequence[Setting], jobs: int, limit: float) -> Iterator[list[Row]]:
+    """The rows of one group after the other; a case that found no memory beside the others runs again alone."""
+    for group in groups(settings, jobs):
+        results = run_group(work, group, limit)
+        for i, setting in enumerate(group):
+            if len(group) > 1 and results[i] == [setting.names | {"error": OUT_OF_MEMORY}]:
+                (results[i],) = run_group(work, [setting], limit)
+        yield [row for rows in results for row in rows]
+
+
+def groups(settings: Sequence[Setting], jobs: int) -> list[list[Setting]]:
+    """Up to ``jobs`` cases each, in order; the methods of a model and mode are together where they fit."""
+    found: list[list[Setting]] = []
+    for _, same in groupby(settings, key=lambda setting: (setting.model, setting.mode)):
+        family = list(same)
+        if found and len(found[-1]) + len(family) <= jobs:
+            found[-1] += family
+        else:
+            found += [family[i : i + jobs] for i in range(0, len(family), jobs)]
+    return found

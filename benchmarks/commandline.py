@@ -1,0 +1,66 @@
+"""What the commands share: their options, the environment they record, the file they write."""
+
+import argparse
+import json
+import platform
+import subprocess
+from dataclasses import fields
+from pathlib import Path
+
+import timm
+import torch
+
+from case import Row, Setting
+from methods import METHODS
+from models import MEASURED, MODELS
+
+
+def parser(doc: str | None, models: list[str] = MEASURED, methods: list[str] | None = None) -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    methods = methods or list(METHODS)
+    result.add_argument("--models", nargs="+", default=models, choices=list(MODELS), metavar="MODEL")
+    result.add_argument("--methods", nargs="+", default=methods, choices=list(METHODS), metavar="METHOD")
+    result.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
+    result.add_argument("--float32", dest="bf16", action="store_false", help="no autocast")
+    result.add_argument("--steps", type=int, default=30)
+    result.add_argument("--warmup", type=int, default=5)
+    result.add_argument("--jobs", type=int, default=1, help="cases prepared at the same time; one at a time is timed")
+    result.add_argument("--limit", type=float, default=300, help="seconds for a case to prepare, and to be measured")
+    result.add_argument("--out", type=Path, help="JSON file for the rows")
+    result.add_argument("--commit", default="", help="commit to record where git is not at hand")
+    return result
+
+
+def settings(args: argparse.Namespace) -> list[Setting]:
+    """Every chosen method in every mode and model that it is made for, in the registries' order."""
+    given = {f.name: getattr(args, f.name) for f in fields(Setting) if hasattr(args, f.name)}
+    return [
+        Setting(model, title, mode, **given)
+        for model in MODELS
+        for mode in ("eager", "compiled")
+        for title, method in METHODS.items()
+        if model in args.models and mode in args.modes and title in args.methods and method.suits(model, mode)
+    ]
+
+
+def environment(args: argparse.Namespace) -> dict[str, str]:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    device = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    versions = {"torch": torch.__version__, "timm": timm.__version__, "python": platform.python_version()}
+    return {
+        "device": device,
+        **versions,
+        "commit": commit or args.commit,
+        "precision": "bf16" if args.bf16 else "float32",
+        "compile mode": getattr(args, "compile_mode", "default"),
+    }
+
+
+def write(args: argparse.Namespace, rows: list[Row]) -> None:
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps({**environment(args), "rows": rows}, indent=1))
+
+
+def read(path: Path) -> list[Row]:
+    return json.loads(path.read_text())["rows"]

@@ -1,0 +1,67 @@
+"""Memory and time as training grows: over batch, resolution and depth of a ViT.
+
+    python benchmarks/growth.py --jobs 4 --out benchmarks/results/growth.json
+    python benchmarks/plot.py benchmarks/results/growth.json --out growth.png
+
+What does not fit is a row with an error, a gap in the plot.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+import children
+import commandline
+from case import Case, Row, Setting, measure, release
+
+METHODS = ["full", "checkpoint", "sbp query r=0.25", "sbp query r=0.25, saved"]
+AXES = {"batch": (16, 32, 64, 128, 256, 512), "resolution": (224, 384, 512, 768, 1024), "depth": (6, 12, 24, 48)}
+
+
+def grown(setting: Setting, axis: str, value: int) -> Setting:
+    if axis == "batch":
+        return replace(setting, batch=value)
+    if axis == "resolution":
+        return replace(setting, batch=8, size=value)
+    return replace(setting, batch=64, build={"depth": value})
+
+
+def point(setting: Setting) -> Row:
+    torch.compiler.reset()
+    try:
+        case = Case(setting)
+        return {"batch": case.batch, "size": case.size} | measure(case)
+    except torch.OutOfMemoryError:
+        return {"error": children.OUT_OF_MEMORY}
+
+
+def sweep(setting: Setting, axis: str, values: Sequence[int]) -> Iterator[Row]:
+    """Work for a child process: nothing when the first point is built, then a row per point."""
+    Case(grown(setting, axis, values[0])).steps(1)
+    yield {}
+    for value in values:
+        release()
+        yield {"axis": axis, "value": value} | point(grown(setting, axis, value))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = commandline.parser(__doc__, ["vit_base"], METHODS)
+    parser.add_argument("--axes", nargs="+", default=list(AXES), choices=list(AXES), metavar="AXIS")
+    parser.add_argument("--modes", nargs="+", default=["eager"], choices=["eager", "compiled"])
+    parser.set_defaults(steps=10, warmup=3)
+    args = parser.parse_args(argv)
+
+    rows: list[Row] = []
+    for axis in args.axes:
+        work = partial(sweep, axis=axis, values=AXES[axis])
+        for found in children.run(work, commandline.settings(args), args.jobs, args.limit):
+            rows += found
+            commandline.write(args, rows)
+            for row in found:
+                print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
