@@ -10,7 +10,7 @@ from pathlib import Path
 import timm
 import torch
 
-from case import Row, Setting
+from case import MODES, Row, Setting
 from methods import METHODS
 from models import MEASURED, MODELS
 
@@ -37,7 +37,7 @@ def settings(args: argparse.Namespace) -> list[Setting]:
     return [
         Setting(model, title, mode, **given)
         for model in MODELS
-        for mode in ("eager", "compiled")
+        for mode in MODES
         for title, method in METHODS.items()
         if model in args.models and mode in args.modes and title in args.methods and method.suits(model, mode)
     ]
@@ -52,7 +52,6 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
         **versions,
         "commit": commit or args.commit,
         "precision": "bf16" if args.bf16 else "float32",
-        "compile mode": getattr(args, "compile_mode", "default"),
     }
 
 

@@ -14,7 +14,7 @@ import torch
 
 import children
 import commandline
-from case import Case, Row, Setting, measure, release
+from case import MODES, Case, Row, Setting, measure, release
 
 METHODS = ["full", "checkpoint", "sbp query r=0.25", "sbp query r=0.25, saved"]
 AXES = {"batch": (16, 32, 64, 128, 256, 512), "resolution": (224, 384, 512, 768, 1024), "depth": (6, 12, 24, 48)}
@@ -49,7 +49,7 @@ def sweep(setting: Setting, axis: str, values: Sequence[int]) -> Iterator[Row]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = commandline.parser(__doc__, ["vit_base"], METHODS)
     parser.add_argument("--axes", nargs="+", default=list(AXES), choices=list(AXES), metavar="AXIS")
-    parser.add_argument("--modes", nargs="+", default=["eager"], choices=["eager", "compiled"])
+    parser.add_argument("--modes", nargs="+", default=["eager"], choices=list(MODES))
     parser.set_defaults(steps=10, warmup=3)
     args = parser.parse_args(argv)
 

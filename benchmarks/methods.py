@@ -28,7 +28,7 @@ class Method:
     only: str = ""
 
     def suits(self, model: str, mode: str) -> bool:
-        return self.only in model and (self.compiled if mode == "compiled" else self.eager)
+        return self.only in model and (self.eager if mode == "eager" else self.compiled)
 
 
 def sbp(only: str = "", **options: Any) -> Method:
@@ -117,6 +117,7 @@ METHODS = {
     "sbp query r=0.5, saved": sbp(keep_ratio=0.5, recompute=False),
     "sbp query r=0.5, saved + checkpoint": sbp_and_checkpoint(keep_ratio=0.5),
     "sbp query r=0.25": sbp(keep_ratio=0.25),
+    "sbp query r=0.25, half saved": sbp(keep_ratio=0.25, recompute=0.5),
     "sbp query r=0.25, saved": sbp(keep_ratio=0.25, recompute=False),
     "sbp query r=0.25, all blocks": sbp(keep_ratio=0.25, blocks=1.0),
     "sbp qkv r=0.5": sbp(keep_ratio=0.5, attention="qkv", only="vit"),

@@ -228,7 +228,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="JSON file of run.py, limits.py or growth.py")
     parser.add_argument("--out", type=Path, required=True, help="picture: .png, .svg, …")
-    parser.add_argument("--mode", choices=["eager", "compiled"], help="default: compiled where there are such rows")
+    parser.add_argument(
+        "--mode", choices=["eager", "compiled", "graphs"], help="default: compiled where there are such rows"
+    )
     args = parser.parse_args(argv)
 
     rows = json.loads(args.results.read_text())["rows"]

@@ -1,7 +1,7 @@
 """Speed and memory of training steps, methods side by side.
 
     python benchmarks/run.py --models vit_tiny --methods full "sbp query r=0.25" --batch 8 --device cpu
-    python benchmarks/run.py --modes eager compiled --jobs 8 --out benchmarks/results/h200.json   # on a GPU, bf16
+    python benchmarks/run.py --modes eager compiled graphs --jobs 8 --out benchmarks/results/h200.json  # on a GPU, bf16
     python benchmarks/run.py --show benchmarks/results/h200.json                                  # the README's table
 
 One row per model, mode and method: step time (median), forward and backward apart, images/s, peak memory, ratios to
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import children
 import commandline
-from case import Row, measured
+from case import MODES, Row, measured
 
 TEXTS = ("profile", "snapshot")
 SHARES = ("measured/ideal", "vs checkpoint")
@@ -34,7 +34,7 @@ def add_ratios(rows: list[Row]) -> None:
             if "flops" in row:
                 row["ideal speed"] = full["flops"] / row["flops"]
                 row["measured/ideal"] = row["speed"] / row["ideal speed"]
-        if checkpoint and mode == "compiled":
+        if checkpoint and mode != "eager":
             row["vs checkpoint"] = checkpoint["step ms"] / row["step ms"]
 
 
@@ -84,8 +84,7 @@ def keep_texts(row: Row, args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = commandline.parser(__doc__)
-    parser.add_argument("--modes", nargs="+", default=["eager"], choices=["eager", "compiled"])
-    parser.add_argument("--compile-mode", default="default", help="mode of torch.compile, for example reduce-overhead")
+    parser.add_argument("--modes", nargs="+", default=["eager"], choices=list(MODES), help="graphs: CUDA graphs")
     parser.add_argument("--batch", type=int, help="instead of each model's own")
     parser.add_argument("--size", type=int, help="image size, instead of each model's own")
     parser.add_argument("--profile", action="store_true", help="where the time of a step goes, one text per case")
@@ -94,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     if args.show:
-        for mode in ("eager", "compiled"):
+        for mode in MODES:
             print(markdown(commandline.read(args.show), mode) + "\n")
         return
     rows: list[Row] = []

@@ -35,7 +35,7 @@ def test_saved_bytes_of_the_default_preset(name, batch, bound):
 
 
 def test_saved_bytes_of_a_vit_block_by_formula():
-    """Per block: x in float32 (all rows), attention output in bf16 and log-sum-exp in float32 (kept rows)."""
+    """Per block: x in bf16 (all rows), attention output in bf16 and log-sum-exp in float32 (kept rows)."""
     batch, n, c, heads = 64, 197, 768, 12
     fewer = saved_bytes("vit_base_patch16_224", batch, keep_ratio=0.25)
     more = saved_bytes("vit_base_patch16_224", batch, keep_ratio=0.75)
@@ -43,9 +43,20 @@ def test_saved_bytes_of_a_vit_block_by_formula():
     blocks, rows, index = 8, batch * (147 - 49), 8
     assert more - fewer == rows * (blocks * per_row + index)
     exact = saved_bytes("vit_base_patch16_224", batch, keep_ratio=1.0)
-    block = batch * n * (4 * c + per_row)
+    block = batch * n * (2 * c + per_row)
     assert exact - fewer == 8 * batch * (n - 50) * per_row - batch * 50 * index
     assert 12 * block < exact < 12 * block + 2**26
+
+
+def test_recompute_is_a_dial_over_blocks():
+    """Of 12 blocks the first ones recompute; the others save x in float32, Q, K, V and the hidden layer as well."""
+    batch, n, c = 64, 197, 768
+    more = batch * n * (2 * c + 2 * 3 * c + 2 * 4 * c)
+    least, half, most = (
+        saved_bytes("vit_base_patch16_224", batch, keep_ratio=1.0, recompute=share) for share in (True, 0.5, False)
+    )
+    assert half - least == 6 * more
+    assert most - least == 12 * more
 
 
 def test_real_tensors_save_what_fake_ones_do():

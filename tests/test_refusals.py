@@ -32,7 +32,7 @@ def test_ratio_of_a_wrong_type(ratio):
         ({"attention": "kv"}, r"attention='kv' is not allowed; allowed: 'query', 'qkv', 'head'"),
         ({"scope": "layer"}, r"scope='layer' is not allowed; allowed: 'branch', 'block'"),
         ({"scale": "both"}, r"scale='both' is not allowed; allowed: 'none', 'weight'"),
-        ({"recompute": "yes"}, r"recompute='yes' is not allowed; allowed: True, False"),
+        ({"recompute": "yes"}, r"recompute='yes' is not allowed; allowed: True, False, a number in \[0, 1\]"),
         ({"scale": "weight", "attention": "head"}, r"scale=\"weight\" is defined for sampled rows"),
         ({"blocks": 1.5}, r"blocks=1.5 is not allowed; use None .* a fraction in \(0, 1\]"),
         ({"blocks": [7]}, r"blocks: 7 matches none of the 3 blocks, blocks.0 … blocks.2"),

@@ -30,8 +30,9 @@ class SBPConfig:
     - ``per_sample``: a mask for every image instead of one for the batch.
     - ``scale``: "weight" multiplies weight gradients of sampled branches by 1/r (for SGD; docs/method.md, section 4).
     - ``recompute``: the dial between memory and speed. True: backward recomputes what it needs from the input of each
-      block (least memory). False: the results of matrix products are saved, for kept rows. Blocks that are not sampled
-      run the same way, with exact gradients.
+      block, saved in bfloat16 if products are (least memory). False: that input and the results of matrix products are
+      saved, for kept rows. A number in between: that share of the blocks recomputes, the first ones. Blocks that are
+      not sampled run the same way, with exact gradients.
     - ``seed``: masks are a pure function of (seed, step, rank).
     """
 
@@ -42,7 +43,7 @@ class SBPConfig:
     scope: str = "branch"
     per_sample: bool = False
     scale: str = "none"
-    recompute: bool = True
+    recompute: bool | float = True
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -53,8 +54,9 @@ class SBPConfig:
         one_of("scale", self.scale, SCALES)
         if self.scale == "weight" and self.attention == "head":
             raise ValueError('scale="weight" is defined for sampled rows, not heads; use attention="query" or "qkv"')
-        for name in ("per_sample", "recompute"):
-            one_of(name, getattr(self, name), (True, False))
+        one_of("per_sample", self.per_sample, (True, False))
+        if not isinstance(self.recompute, (bool, int, float)) or not 0 <= self.recompute <= 1:
+            raise ValueError(f"recompute={self.recompute!r} is not allowed; allowed: True, False, a number in [0, 1]")
         if isinstance(self.blocks, (bool, str)) or (isinstance(self.blocks, (int, float)) and not 0 < self.blocks <= 1):
             raise ValueError(
                 f"blocks={self.blocks!r} is not allowed; use None (the family's recipe), a fraction in (0, 1], a list "

@@ -244,13 +244,12 @@ def plan(
         masks.ratios = ratios_of(config, depths, 0)
     sites = {place.name: index for index, place in enumerate(sampled)}
     modules = [place.module for place in sampled]
+    recomputing = round(config.recompute * len(found))  # the first ones: what the last ones save is freed soonest
     entry = EntryBinding(masks, adapter, modules, depths, f"{name}." if name else "")
+    bindings = (Binding(masks, sites.get(p.name), p.parts, i < recomputing) for i, p in enumerate(found))
     return [
         (find(model, adapter.entry), EntrySite, entry),
-        *(
-            (place.module, SITES[type(place.parts)], Binding(masks, sites.get(place.name), place.parts))
-            for place in found
-        ),
+        *((p.module, SITES[type(p.parts)], binding) for p, binding in zip(found, bindings, strict=True)),
     ]
 
 

@@ -29,11 +29,13 @@ STEP = "sbp_step"
 
 @dataclass
 class Binding:
-    """What a site knows besides its own parameters: the masks, its place among them (None: exact), its parts."""
+    """What a site knows besides its own parameters: the masks, its place among them (None: exact), its parts, and
+    whether its backward recomputes."""
 
     masks: Masks
     site: int | None
     parts: Any
+    recompute: bool
 
     def kept(self, batch: int, positions: int) -> Kept:
         return Kept() if self.site is None else self.masks.rows_of(self.site, batch, positions)
@@ -41,7 +43,7 @@ class Binding:
     def how(self, rows: Tensor | None, batch: int, positions: int) -> Backward:
         config = self.masks.config
         scale = 1.0 if rows is None or config.scale == "none" else batch * positions / rows.shape[0]
-        return Backward(config.scope, config.recompute, scale)
+        return Backward(config.scope, self.recompute, scale)
 
 
 class Site(nn.Module):

@@ -24,6 +24,7 @@ from .layers import (
     Normed,
     autocast_dtype,
     last_layer_gradients,
+    lean,
     linear,
     norm,
     norm_again,
@@ -206,6 +207,7 @@ def attention_input_backward(
     kept: Grad,
     base: Tensor,
     scope: str,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Grad, Grad, tuple[Grad, ...]]:
     """``attention_backward`` down to x ``[R, C]``, all rows, the residual path's cotangent included: ``kept`` at kept
     rows (None: ``base`` there too), ``base`` elsewhere unless the scope is "block". With it the gradient of qkv_weight,
@@ -219,7 +221,7 @@ def attention_input_backward(
         steps, dy, n, x_rows, o, lse, qkv, halves, p, spec, x.shape[0], needs
     )
     dx = steps.norm_backward_input(
-        dn, n, affine, x.dtype, rows=rows, places=places, size=base.shape[0],
+        dn, n, affine, dtype, rows=rows, places=places, size=base.shape[0],
         dn_kept=dn_q, kept=kept, base=base, gated=scope == "block",
     )  # fmt: skip
     return dx, *grads, d_norms  # type: ignore[return-value]
@@ -245,9 +247,9 @@ class _AttentionBranch(torch.autograd.Function):
     ) -> Tensor:
         p = Attention(*params)  # type: ignore[arg-type]
         o, lse, qkv = attention_forward(x, p, spec)
-        kept = saved(x, o, lse, None if how.recompute else qkv, rows, heads, spec)
+        kept = saved(lean(x, spec.dtype, how.recompute), o, lse, None if how.recompute else qkv, rows, heads, spec)
         ctx.save_for_backward(*kept, rows, places, heads, factor, *params)
-        ctx.static, ctx.weight_scale = (spec, how.scope), how.weight_scale
+        ctx.static, ctx.weight_scale = (spec, how.scope, x.dtype), how.weight_scale
         y = attention_output(o, p, spec)
         if factor is not None:
             y = y * factor.view(-1, 1, 1)
@@ -268,11 +270,11 @@ def _attention_branch_backward(
     params: Sequence[Any],
     needs: Sequence[bool],
     shape: Sequence[int],
-    static: tuple[AttentionSpec, str],
+    static: tuple[AttentionSpec, str, torch.dtype],
 ) -> tuple[Tensor, opaque.Grads]:
     *tensors, heads, factor = saved
     x, o, rows = tensors[0], tensors[1], tensors[6]
-    spec, scope = static
+    spec, scope, dtype = static
     p = Attention(*params)
     kept_p, kept_spec = (p, spec) if heads is None else select_heads(p, spec, heads)
     dy = R.flat(dy)
@@ -280,7 +282,7 @@ def _attention_branch_backward(
     kept_dy = steps.cotangent(dy, rows, factor, p.scale, x.shape[0], o.dtype)
     halves = steps.cast(o.dtype, kept_p.qkv_weight, kept_p.qkv_bias, kept_p.proj_weight)
     dx, dw, product, d_norms = attention_input_backward(
-        steps, kept_dy, tensors, halves, kept_p, kept_spec, needs, kept=None, base=dy, scope=scope
+        steps, kept_dy, tensors, halves, kept_p, kept_spec, needs, kept=None, base=dy, scope=scope, dtype=dtype
     )
     total, db, dnw, dnb = steps.totals()
     last = last_layer_gradients(product, total, kept_p.proj_weight, p.proj_bias, p.scale, needs[8:])

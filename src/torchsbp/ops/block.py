@@ -22,7 +22,7 @@ from .attention import (
     attention_output,
     saved,
 )
-from .layers import Backward, Grad, Norm, autocast_dtype, last_layer_gradients, linear, scaled
+from .layers import Backward, Grad, Norm, autocast_dtype, last_layer_gradients, lean, linear, scaled
 from .mlp import MLP, MLPSpec, mlp_backward, mlp_hidden, mlp_output
 from .steps import Affine, cast_grads, steps_for
 
@@ -67,14 +67,14 @@ class _TransformerBlock(torch.autograd.Function):
         p1 = Attention(*params[:ATTENTION_PARAMS])  # type: ignore[arg-type]
         p2 = MLP(*params[ATTENTION_PARAMS:])  # type: ignore[arg-type]
         o, lse, qkv = attention_forward(x, p1, spec1)
-        kept = saved(x, o, lse, None if how.recompute else qkv, rows, None, spec1)
+        kept = saved(lean(x, spec1.dtype, how.recompute), o, lse, None if how.recompute else qkv, rows, None, spec1)
         y = attention_output(o, p1, spec1)
         x = x + (y if factor1 is None else y * factor1.view(-1, 1, 1))
         h = mlp_hidden(x, p2, spec2)
         kept_h = None if how.recompute else R.take(h, rows)
         y = mlp_output(h, p2, spec2)
         ctx.save_for_backward(*kept, rows, places, kept_h, factor1, factor2, *params)
-        ctx.static, ctx.weight_scale = (spec1, spec2, how.scope), how.weight_scale
+        ctx.static, ctx.weight_scale = (spec1, spec2, how.scope, x.dtype), how.weight_scale
         return x + (y if factor2 is None else y * factor2.view(-1, 1, 1))
 
     @staticmethod
@@ -92,11 +92,11 @@ def _transformer_block_backward(
     params: Sequence[Any],
     needs: Sequence[bool],
     shape: Sequence[int],
-    static: tuple[AttentionSpec, MLPSpec, str],
+    static: tuple[AttentionSpec, MLPSpec, str, torch.dtype],
 ) -> tuple[Tensor, opaque.Grads]:
     *tensors, h, factor1, factor2 = saved
     x, o, rows = tensors[0], tensors[1], tensors[6]
-    spec1, spec2, scope = static
+    spec1, spec2, scope, x_dtype = static
     p1, p2 = Attention(*params[:ATTENTION_PARAMS]), MLP(*params[ATTENTION_PARAMS:])
     needs1, needs2 = needs[:ATTENTION_PARAMS], needs[ATTENTION_PARAMS:]
     samples, channels, dtype, dy = x.shape[0], x.shape[-1], o.dtype, R.flat(dy)
@@ -117,7 +117,7 @@ def _transformer_block_backward(
     d_middle, kept_dy = steps.norm_backward_middle(dn, middle, affine, dy, rows, factor1, p1.scale, samples, dtype)
     del middle, dn
     dx, dw, product1, d_norms = attention_input_backward(
-        steps, kept_dy, tensors, halves[:3], p1, spec1, needs1, kept=d_middle, base=dy, scope=scope
+        steps, kept_dy, tensors, halves[:3], p1, spec1, needs1, kept=d_middle, base=dy, scope=scope, dtype=x_dtype
     )
     total2, db1, dnw2, dnb2, total1, db, dnw1, dnb1 = steps.totals()
     last1 = last_layer_gradients(product1, total1, p1.proj_weight, p1.proj_bias, p1.scale, needs1[8:])

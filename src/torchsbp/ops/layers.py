@@ -46,6 +46,12 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
+def lean(x: Tensor, dtype: torch.dtype | None, recompute: bool) -> Tensor:
+    """x as it is saved: where memory comes first, float32 residual streams of bfloat16 models are rounded."""
+    rounds = recompute and dtype == torch.bfloat16 and x.dtype == torch.float32
+    return x.to(dtype) if rounds else x
+
+
 def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return x if dtype is None else x.to(dtype)
 

@@ -21,6 +21,7 @@ from .layers import (
     activation,
     autocast_dtype,
     last_layer_gradients,
+    lean,
     linear,
     norm,
     scaled,
@@ -117,8 +118,9 @@ class _MLPBranch(torch.autograd.Function):
         p = MLP(*params)  # type: ignore[arg-type]
         h = mlp_hidden(x, p, spec)
         kept_h = None if how.recompute else R.take(h, rows)
-        ctx.save_for_backward(R.take(x, rows) if rows is not None else x, kept_h, rows, places, factor, *params)
-        ctx.static, ctx.weight_scale = (spec, residual, how.scope), how.weight_scale
+        kept_x = lean(x if rows is None else R.take(x, rows), spec.dtype, how.recompute)
+        ctx.save_for_backward(kept_x, kept_h, rows, places, factor, *params)
+        ctx.static, ctx.weight_scale = (spec, residual, how.scope, x.dtype), how.weight_scale
         y = mlp_output(h, p, spec)
         if factor is not None:
             y = y * factor.view(-1, *[1] * (x.dim() - 1))
@@ -139,10 +141,10 @@ def _mlp_branch_backward(
     params: Sequence[Any],
     needs: Sequence[bool],
     shape: Sequence[int],
-    static: tuple[MLPSpec, bool, str],
+    static: tuple[MLPSpec, bool, str, torch.dtype],
 ) -> tuple[Tensor, opaque.Grads]:
     x, h, rows, places, factor = saved
-    spec, residual, scope = static
+    spec, residual, scope, dtype = static
     p, samples, dy, channels, hidden = MLP(*params), dy.shape[0], R.flat(dy), x.shape[-1], params[2].shape[0]
     steps, affine = steps_for(x, 3 * channels + hidden), Affine(p.norm_weight, p.norm_bias, spec.norm)
     n = steps.normalise(R.flat(x), affine, spec.dtype, after=dy)
@@ -151,7 +153,7 @@ def _mlp_branch_backward(
     dn, dw1, product = mlp_backward(steps, kept_dy, n, h, halves, p, spec, needs)
     base, gated = dy if residual else None, scope == "block"
     dx = steps.norm_backward_input(
-        dn, n, affine, x.dtype, rows=rows, places=places, size=dy.shape[0], base=base, gated=gated
+        dn, n, affine, dtype, rows=rows, places=places, size=dy.shape[0], base=base, gated=gated
     )
     total, db1, dnw, dnb = steps.totals()
     last = last_layer_gradients(product, total, p.weight2, p.bias2, p.scale, needs[4:])

@@ -76,9 +76,9 @@ def attend_backward(
         )
     if name == "cudnn":
         seed = torch.empty((), dtype=torch.int64, device=q.device)
-        rows, keys = q.shape[-2], k.shape[-2]
+        rows, keys, lse = q.shape[-2], k.shape[-2], lse.contiguous().unsqueeze(-1)
         return aten._scaled_dot_product_cudnn_attention_backward(
-            do, q, k, v, o, lse.unsqueeze(-1), seed, seed, None, None, None, rows, keys, 0.0, False, scale=scale
+            do, q, k, v, o, lse, seed, seed, None, None, None, rows, keys, 0.0, False, scale=scale
         )
     if name == "efficient":
         seed = torch.empty((), dtype=torch.int64, device=q.device)

@@ -6,11 +6,11 @@ all, in order), ``dtype`` is the precision of matrix products.
 """
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton_package
 
 from . import rows as R
 from .layers import Grad, Norm, Normed, activation, activation_backward, cast, norm_again, norm_backward
@@ -69,6 +69,8 @@ class Steps:
     ) -> Normed:
         """The norm of ``x[rows] + factor · scale ∘ branch``, with what its backward needs; computed after ``after``."""
         x = R.take(R.after(after, x), rows)
+        if norm.weight is not None:
+            x = x.to(norm.weight.dtype)
         if branch is not None:
             x = x + R.per_sample(branch if scale is None else branch * scale, factor)
         return norm_again(x, *norm, dtype)
@@ -153,19 +155,13 @@ class Steps:
 WIDEST = 8192  # channels: a kernel holds whole rows
 
 
-@cache
-def _triton_steps() -> type[Steps]:
-    try:
-        from .kernels import TritonSteps
-    except ImportError:  # no Triton: the plain steps run
-        return Steps
-    return TritonSteps
-
-
 def steps_for(x: Tensor, columns: int) -> Steps:
     """The steps of a backward pass over rows like x's, whose totals have so many columns together."""
-    fits = x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.shape[-1] <= WIDEST
-    return (_triton_steps() if fits and x.numel() else Steps)(x, columns)
+    if not x.is_cuda or x.dtype == torch.float64 or x.shape[-1] > WIDEST or x.numel() == 0 or not has_triton_package():
+        return Steps(x, columns)
+    from .kernels import TritonSteps
+
+    return TritonSteps(x, columns)
 
 
 def cast_grads(grads: Sequence[Grad], params: Sequence[Grad], needs: Sequence[bool]) -> list[Grad]:
