@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import opaque
 from . import rows as R
 from .layers import (
     Backward,
@@ -29,11 +28,11 @@ from .layers import (
     norm,
     norm_again,
     norm_backward,
-    scaled,
+    parameter_gradients,
     weight_gradient,
 )
 from .sdpa import attend, attend_backward
-from .steps import Affine, Cotangent, Steps, cast_grads, steps_for
+from .steps import Affine, Cotangent, Steps, steps_for
 
 RULES = ("query", "qkv", "head")
 
@@ -259,40 +258,24 @@ class _AttentionBranch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors  # read once: checkpointing unpacks each tensor a single time
+        kept, (heads, factor), p = tensors[:8], tensors[8:10], Attention(*tensors[10:])
+        x, o, rows = kept[0], kept[1], kept[6]
         needs = ctx.needs_input_grad[7:]
-        dx, grads = opaque.backward("attention_branch", dy, tensors[:10], tensors[10:], needs, dy.shape, ctx.static)
-        return dx, *[None] * 6, *scaled(grads, ctx.weight_scale)
-
-
-def _attention_branch_backward(
-    dy: Tensor,
-    saved: Sequence[Any],
-    params: Sequence[Any],
-    needs: Sequence[bool],
-    shape: Sequence[int],
-    static: tuple[AttentionSpec, str, torch.dtype],
-) -> tuple[Tensor, opaque.Grads]:
-    *tensors, heads, factor = saved
-    x, o, rows = tensors[0], tensors[1], tensors[6]
-    spec, scope, dtype = static
-    p = Attention(*params)
-    kept_p, kept_spec = (p, spec) if heads is None else select_heads(p, spec, heads)
-    dy = R.flat(dy)
-    steps = steps_for(x, x.shape[-1] + attention_columns(kept_p))
-    kept_dy = steps.cotangent(dy, rows, factor, p.scale, x.shape[0], o.dtype)
-    halves = steps.cast(o.dtype, kept_p.qkv_weight, kept_p.qkv_bias, kept_p.proj_weight)
-    dx, dw, product, d_norms = attention_input_backward(
-        steps, kept_dy, tensors, halves, kept_p, kept_spec, needs, kept=None, base=dy, scope=scope, dtype=dtype
-    )
-    total, db, dnw, dnb = steps.totals()
-    last = last_layer_gradients(product, total, kept_p.proj_weight, p.proj_bias, p.scale, needs[8:])
-    grads = Attention(dnw, dnb, dw, db, *d_norms, *last)  # type: ignore[arg-type, call-arg]
-    if heads is not None:
-        grads = scatter_heads(grads, p, spec, heads)
-    return dx.view(shape), cast_grads(grads, params, needs)
-
-
-opaque.register("attention_branch", _attention_branch_backward, AttentionSpec, Norm)
+        spec, scope, dtype = ctx.static
+        kept_p, kept_spec = (p, spec) if heads is None else select_heads(p, spec, heads)
+        shape, dy = dy.shape, R.flat(dy)
+        steps = steps_for(x, x.shape[-1] + attention_columns(kept_p))
+        kept_dy = steps.cotangent(dy, rows, factor, p.scale, x.shape[0], o.dtype)
+        halves = steps.cast(o.dtype, kept_p.qkv_weight, kept_p.qkv_bias, kept_p.proj_weight)
+        dx, dw, product, d_norms = attention_input_backward(
+            steps, kept_dy, kept, halves, kept_p, kept_spec, needs, kept=None, base=dy, scope=scope, dtype=dtype
+        )
+        total, db, dnw, dnb = steps.totals()
+        last = last_layer_gradients(product, total, kept_p.proj_weight, p.proj_bias, p.scale, needs[8:])
+        grads = Attention(dnw, dnb, dw, db, *d_norms, *last)  # type: ignore[arg-type, call-arg]
+        if heads is not None:
+            grads = scatter_heads(grads, p, spec, heads)
+        return dx.view(shape), *[None] * 6, *parameter_gradients(grads, p, needs, ctx.weight_scale)
 
 
 def saved(

@@ -4,14 +4,12 @@ Saved per block: x (all rows; under rule "qkv" the kept ones), and the kept rows
 log-sum-exp. The rows between the two branches are recomputed from these, so they need not be saved.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import opaque
 from . import rows as R
 from .attention import (
     Attention,
@@ -22,9 +20,9 @@ from .attention import (
     attention_output,
     saved,
 )
-from .layers import Backward, Grad, Norm, autocast_dtype, last_layer_gradients, lean, linear, scaled
+from .layers import Backward, Grad, autocast_dtype, last_layer_gradients, lean, linear, parameter_gradients
 from .mlp import MLP, MLPSpec, mlp_backward, mlp_hidden, mlp_output
-from .steps import Affine, cast_grads, steps_for
+from .steps import Affine, steps_for
 
 
 def transformer_block(
@@ -81,49 +79,34 @@ class _TransformerBlock(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors  # read once: checkpointing unpacks each tensor a single time
+        kept, (h, factor1, factor2), params = tensors[:8], tensors[8:11], tensors[11:]
+        x, o, rows = kept[0], kept[1], kept[6]
+        spec1, spec2, scope, x_dtype = ctx.static
+        p1, p2 = Attention(*params[:ATTENTION_PARAMS]), MLP(*params[ATTENTION_PARAMS:])
         needs = ctx.needs_input_grad[8:]
-        dx, grads = opaque.backward("transformer_block", dy, tensors[:11], tensors[11:], needs, dy.shape, ctx.static)
-        return dx, *[None] * 7, *scaled(grads, ctx.weight_scale)
+        needs1, needs2 = needs[:ATTENTION_PARAMS], needs[ATTENTION_PARAMS:]
+        shape, samples, dtype, dy = dy.shape, dy.shape[0], o.dtype, R.flat(dy)
+        affine = Affine(p2.norm_weight, p2.norm_bias, spec2.norm)
+        steps = steps_for(x, 4 * shape[-1] + p2.weight1.shape[0] + attention_columns(p1))
 
-
-def _transformer_block_backward(
-    dy: Tensor,
-    saved: Sequence[Any],
-    params: Sequence[Any],
-    needs: Sequence[bool],
-    shape: Sequence[int],
-    static: tuple[AttentionSpec, MLPSpec, str, torch.dtype],
-) -> tuple[Tensor, opaque.Grads]:
-    *tensors, h, factor1, factor2 = saved
-    x, o, rows = tensors[0], tensors[1], tensors[6]
-    spec1, spec2, scope, x_dtype = static
-    p1, p2 = Attention(*params[:ATTENTION_PARAMS]), MLP(*params[ATTENTION_PARAMS:])
-    needs1, needs2 = needs[:ATTENTION_PARAMS], needs[ATTENTION_PARAMS:]
-    samples, channels, dtype, dy = x.shape[0], x.shape[-1], o.dtype, R.flat(dy)
-    affine = Affine(p2.norm_weight, p2.norm_bias, spec2.norm)
-    steps = steps_for(x, 4 * channels + p2.weight1.shape[0] + attention_columns(p1))
-
-    kept_dy = steps.cotangent(dy, rows, factor2, p2.scale, samples, dtype)
-    proj_bias, *halves = steps.cast(
-        dtype, p1.proj_bias, p1.qkv_weight, p1.qkv_bias, p1.proj_weight, p2.weight1, p2.bias1, p2.weight2
-    )
-    middle = steps.normalise(
-        R.flat(x), affine, spec2.dtype, after=dy,
-        rows=rows if spec1.rule == "query" else None,
-        branch=linear(o, R.after(dy, halves[2]), proj_bias, None), scale=p1.scale, factor=factor1, samples=samples,
-    )  # fmt: skip
-    dn, dw1, product2 = mlp_backward(steps, kept_dy, middle, h, halves[3:], p2, spec2, needs2)
-    del kept_dy
-    d_middle, kept_dy = steps.norm_backward_middle(dn, middle, affine, dy, rows, factor1, p1.scale, samples, dtype)
-    del middle, dn
-    dx, dw, product1, d_norms = attention_input_backward(
-        steps, kept_dy, tensors, halves[:3], p1, spec1, needs1, kept=d_middle, base=dy, scope=scope, dtype=x_dtype
-    )
-    total2, db1, dnw2, dnb2, total1, db, dnw1, dnb1 = steps.totals()
-    last1 = last_layer_gradients(product1, total1, p1.proj_weight, p1.proj_bias, p1.scale, needs1[8:])
-    last2 = last_layer_gradients(product2, total2, p2.weight2, p2.bias2, p2.scale, needs2[4:])
-    grads = (dnw1, dnb1, dw, db, *d_norms, *last1, dnw2, dnb2, dw1, db1, *last2)
-    return dx.view(shape), cast_grads(grads, params, needs)
-
-
-opaque.register("transformer_block", _transformer_block_backward, AttentionSpec, MLPSpec, Norm)
+        kept_dy = steps.cotangent(dy, rows, factor2, p2.scale, samples, dtype)
+        proj_bias, *halves = steps.cast(
+            dtype, p1.proj_bias, p1.qkv_weight, p1.qkv_bias, p1.proj_weight, p2.weight1, p2.bias1, p2.weight2
+        )
+        middle = steps.normalise(
+            R.flat(x), affine, spec2.dtype, after=dy,
+            rows=rows if spec1.rule == "query" else None,
+            branch=linear(o, R.after(dy, halves[2]), proj_bias, None), scale=p1.scale, factor=factor1, samples=samples,
+        )  # fmt: skip
+        dn, dw1, product2 = mlp_backward(steps, kept_dy, middle, h, halves[3:], p2, spec2, needs2)
+        del kept_dy
+        d_middle, kept_dy = steps.norm_backward_middle(dn, middle, affine, dy, rows, factor1, p1.scale, samples, dtype)
+        del middle, dn
+        dx, dw, product1, d_norms = attention_input_backward(
+            steps, kept_dy, kept, halves[:3], p1, spec1, needs1, kept=d_middle, base=dy, scope=scope, dtype=x_dtype
+        )
+        total2, db1, dnw2, dnb2, total1, db, dnw1, dnb1 = steps.totals()
+        last1 = last_layer_gradients(product1, total1, p1.proj_weight, p1.proj_bias, p1.scale, needs1[8:])
+        last2 = last_layer_gradients(product2, total2, p2.weight2, p2.bias2, p2.scale, needs2[4:])
+        grads = dnw1, dnb1, dw, db, *d_norms, *last1, dnw2, dnb2, dw1, db1, *last2
+        return dx.view(shape), *[None] * 7, *parameter_gradients(grads, params, needs, ctx.weight_scale)

@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import opaque
 from . import rows as R
-from .layers import Backward, Grad, Norm, autocast_dtype, cast, norm, scaled, weight_gradient
-from .steps import Affine, cast_grads, steps_for
+from .layers import Backward, Grad, Norm, autocast_dtype, cast, norm, parameter_gradients, weight_gradient
+from .steps import Affine, steps_for
 
 
 class Downsample(NamedTuple):
@@ -69,35 +68,20 @@ class _Downsample(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors
-        needs = ctx.needs_input_grad[4:]
-        dx, grads = opaque.backward("downsample", dy, tensors[:2], tensors[2:], needs, ctx.shape, ctx.spec)
-        return dx.permute(0, 3, 1, 2), None, None, None, *scaled(grads, ctx.weight_scale)
-
-
-def _downsample_backward(
-    dy: Tensor,
-    saved: Sequence[Any],
-    params: Sequence[Any],
-    needs: Sequence[bool],
-    shape: Sequence[int],
-    spec: DownsampleSpec,
-) -> tuple[Tensor, opaque.Grads]:
-    x, rows = saved
-    p = Downsample(*params)
-    B, H, W, C = shape
-    out, _, kh, kw = p.weight.shape
-    steps, affine = steps_for(x, out + 2 * C), Affine(p.norm_weight, p.norm_bias, spec.norm)
-    n = steps.normalise(x, affine, spec.dtype, after=dy)
-    kept_dy, _ = steps.cotangent(R.flat(dy.permute(0, 2, 3, 1)), rows, None, None, B, n.y.dtype)
-    matrix = p.weight.permute(0, 2, 3, 1).flatten(1)
-    dw = weight_gradient(kept_dy, n.y.view(-1, kh * kw * C), matrix, needs[2])
-    if dw is not None:
-        dw = dw.view(out, kh, kw, C).permute(0, 3, 1, 2)
-    dn = kept_dy @ cast(matrix, n.y.dtype)
-    inputs = patch_rows(rows, (H, W), dy.shape[2:], (kh, kw), spec.stride)
-    dx = steps.norm_backward_input(dn.view_as(x), n, affine, x.dtype, rows=inputs, size=B * H * W)
-    db, dnw, dnb = steps.totals()
-    return dx.view(B, H, W, C), cast_grads((dnw, dnb, dw, db), params, needs)
-
-
-opaque.register("downsample", _downsample_backward, DownsampleSpec, Norm)
+        x, rows = tensors[:2]
+        p, spec, needs = Downsample(*tensors[2:]), ctx.spec, ctx.needs_input_grad[4:]
+        B, H, W, C = ctx.shape
+        out, _, kh, kw = p.weight.shape
+        steps, affine = steps_for(x, out + 2 * C), Affine(p.norm_weight, p.norm_bias, spec.norm)
+        n = steps.normalise(x, affine, spec.dtype, after=dy)
+        kept_dy, _ = steps.cotangent(R.flat(dy.permute(0, 2, 3, 1)), rows, None, None, B, n.y.dtype)
+        matrix = p.weight.permute(0, 2, 3, 1).flatten(1)
+        dw = weight_gradient(kept_dy, n.y.view(-1, kh * kw * C), matrix, needs[2])
+        if dw is not None:
+            dw = dw.view(out, kh, kw, C).permute(0, 3, 1, 2)
+        dn = kept_dy @ cast(matrix, n.y.dtype)
+        inputs = patch_rows(rows, (H, W), dy.shape[2:], (kh, kw), spec.stride)
+        dx = steps.norm_backward_input(dn.view_as(x), n, affine, x.dtype, rows=inputs, size=B * H * W)
+        db, dnw, dnb = steps.totals()
+        dx = dx.view(B, H, W, C).permute(0, 3, 1, 2)
+        return dx, *[None] * 3, *parameter_gradients((dnw, dnb, dw, db), p, needs, ctx.weight_scale)

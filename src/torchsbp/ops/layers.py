@@ -33,11 +33,6 @@ class Backward(NamedTuple):
     weight_scale: float = 1.0
 
 
-def scaled(grads: Sequence[Grad], weight_scale: float) -> Sequence[Grad]:
-    """Weight gradients times 1/r (``scale="weight"``)."""
-    return grads if weight_scale == 1 else [None if g is None else g * weight_scale for g in grads]
-
-
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The precision autocast gives to matrix products of ``x``, ``None`` outside autocast."""
     device = x.device.type
@@ -91,6 +86,19 @@ def last_layer_gradients(
         dscale = dscale if bias is None else dscale + bias * total
     dw = scale[:, None] * product if needs[0] and product is not None else None
     return dw, scale * total, dscale
+
+
+def parameter_gradients(
+    grads: Sequence[Grad], params: Sequence[Grad], needs: Sequence[bool], weight_scale: float
+) -> list[Grad]:
+    """Those that are needed, in the precision of their parameters and times 1/r if ``scale="weight"``."""
+    found: list[Grad] = []
+    for grad, param, need in zip(grads, params, needs, strict=True):
+        if not need or grad is None or param is None:
+            found.append(None)
+        else:
+            found.append((grad if weight_scale == 1 else grad * weight_scale).to(param.dtype))
+    return found
 
 
 def norm(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype | None = None) -> Tensor:

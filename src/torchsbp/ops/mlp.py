@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import opaque
 from . import rows as R
 from .layers import (
     Backward,
@@ -24,10 +23,10 @@ from .layers import (
     lean,
     linear,
     norm,
-    scaled,
+    parameter_gradients,
     weight_gradient,
 )
-from .steps import Affine, Cotangent, Steps, cast_grads, steps_for
+from .steps import Affine, Cotangent, Steps, steps_for
 
 
 class MLP(NamedTuple):
@@ -130,34 +129,22 @@ class _MLPBranch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors  # read once: checkpointing unpacks each tensor a single time
-        needs = ctx.needs_input_grad[7:]
-        dx, grads = opaque.backward("mlp_branch", dy, tensors[:5], tensors[5:], needs, dy.shape, ctx.static)
-        return dx, *[None] * 6, *scaled(grads, ctx.weight_scale)
+        x, h, rows, places, factor = tensors[:5]
+        p, needs = MLP(*tensors[5:]), ctx.needs_input_grad[7:]
+        spec, residual, scope, dtype = ctx.static
+        shape, dy = dy.shape, R.flat(dy)
+        steps = steps_for(x, 3 * x.shape[-1] + p.weight1.shape[0])
+        affine = Affine(p.norm_weight, p.norm_bias, spec.norm)
 
-
-def _mlp_branch_backward(
-    dy: Tensor,
-    saved: Sequence[Any],
-    params: Sequence[Any],
-    needs: Sequence[bool],
-    shape: Sequence[int],
-    static: tuple[MLPSpec, bool, str, torch.dtype],
-) -> tuple[Tensor, opaque.Grads]:
-    x, h, rows, places, factor = saved
-    spec, residual, scope, dtype = static
-    p, samples, dy, channels, hidden = MLP(*params), dy.shape[0], R.flat(dy), x.shape[-1], params[2].shape[0]
-    steps, affine = steps_for(x, 3 * channels + hidden), Affine(p.norm_weight, p.norm_bias, spec.norm)
-    n = steps.normalise(R.flat(x), affine, spec.dtype, after=dy)
-    halves = steps.cast(n.y.dtype, p.weight1, p.bias1, p.weight2)
-    kept_dy = steps.cotangent(dy, rows, factor, p.scale, samples, n.y.dtype)
-    dn, dw1, product = mlp_backward(steps, kept_dy, n, h, halves, p, spec, needs)
-    base, gated = dy if residual else None, scope == "block"
-    dx = steps.norm_backward_input(
-        dn, n, affine, dtype, rows=rows, places=places, size=dy.shape[0], base=base, gated=gated
-    )
-    total, db1, dnw, dnb = steps.totals()
-    last = last_layer_gradients(product, total, p.weight2, p.bias2, p.scale, needs[4:])
-    return dx.view(shape), cast_grads((dnw, dnb, dw1, db1, *last), params, needs)
-
-
-opaque.register("mlp_branch", _mlp_branch_backward, MLPSpec, Norm)
+        n = steps.normalise(R.flat(x), affine, spec.dtype, after=dy)
+        halves = steps.cast(n.y.dtype, p.weight1, p.bias1, p.weight2)
+        kept_dy = steps.cotangent(dy, rows, factor, p.scale, shape[0], n.y.dtype)
+        dn, dw1, product = mlp_backward(steps, kept_dy, n, h, halves, p, spec, needs)
+        base, gated = dy if residual else None, scope == "block"
+        dx = steps.norm_backward_input(
+            dn, n, affine, dtype, rows=rows, places=places, size=dy.shape[0], base=base, gated=gated
+        )
+        total, db1, dnw, dnb = steps.totals()
+        last = last_layer_gradients(product, total, p.weight2, p.bias2, p.scale, needs[4:])
+        grads = dnw, dnb, dw1, db1, *last
+        return dx.view(shape), *[None] * 6, *parameter_gradients(grads, p, needs, ctx.weight_scale)

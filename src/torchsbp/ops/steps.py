@@ -5,12 +5,11 @@ Triton kernels of ``kernels.py`` stand in for them. Matrices are ``[rows, channe
 all, in order), ``dtype`` is the precision of matrix products.
 """
 
-from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._triton import has_triton_package
 
 from . import rows as R
 from .layers import Grad, Norm, Normed, activation, activation_backward, cast, norm_again, norm_backward
@@ -152,21 +151,19 @@ class Steps:
         return dx
 
 
+TRITON = find_spec("triton") is not None
 WIDEST = 8192  # channels: a kernel holds whole rows
 
 
 def steps_for(x: Tensor, columns: int) -> Steps:
     """The steps of a backward pass over rows like x's, whose totals have so many columns together."""
-    if not x.is_cuda or x.dtype == torch.float64 or x.shape[-1] > WIDEST or x.numel() == 0 or not has_triton_package():
+    if not TRITON or not fits(x):
         return Steps(x, columns)
     from .kernels import TritonSteps
 
     return TritonSteps(x, columns)
 
 
-def cast_grads(grads: Sequence[Grad], params: Sequence[Grad], needs: Sequence[bool]) -> list[Grad]:
-    """The gradients that are needed, in the precision of their parameters."""
-    return [
-        g.to(p.dtype) if need and g is not None and p is not None else None
-        for g, p, need in zip(grads, params, needs, strict=True)
-    ]
+def fits(x: Tensor) -> bool:
+    """Whether the kernels are made for such rows."""
+    return x.is_cuda and x.dtype != torch.float64 and x.shape[-1] <= WIDEST and x.numel() > 0
