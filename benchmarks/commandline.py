@@ -17,7 +17,6 @@ from models import MEASURED, MODELS
 
 def parser(doc: str | None, models: list[str] = MEASURED, methods: list[str] | None = None) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    methods = methods or list(METHODS)
     result.add_argument("--models", nargs="+", default=models, choices=list(MODELS), metavar="MODEL")
     result.add_argument("--methods", nargs="+", default=methods, choices=list(METHODS), metavar="METHOD")
     result.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
@@ -36,10 +35,13 @@ def settings(args: argparse.Namespace) -> list[Setting]:
     given = {f.name: getattr(args, f.name) for f in fields(Setting) if hasattr(args, f.name)}
     return [
         Setting(model, title, mode, **given)
-        for model in MODELS
+        for model, spec in MODELS.items()
         for mode in MODES
         for title, method in METHODS.items()
-        if model in args.models and mode in args.modes and title in args.methods and method.suits(model, mode)
+        if model in args.models
+        and mode in (args.modes or spec.modes)
+        and title in (args.methods or spec.methods or METHODS)
+        and method.suits(model, mode)
     ]
 
 

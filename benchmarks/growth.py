@@ -17,7 +17,7 @@ import commandline
 from case import MODES, Case, Row, Setting, measure, release
 
 METHODS = ["full", "checkpoint", "sbp query r=0.25", "sbp query r=0.25, saved"]
-AXES = {"batch": (16, 32, 64, 128, 256, 512), "resolution": (224, 384, 512, 768, 1024), "depth": (6, 12, 24, 48)}
+AXES = {"resolution": (224, 384, 512, 1024), "batch": (32, 128, 512), "depth": (6, 12, 24, 48)}
 
 
 def grown(setting: Setting, axis: str, value: int) -> Setting:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = commandline.parser(__doc__, ["vit_base"], METHODS)
     parser.add_argument("--axes", nargs="+", default=list(AXES), choices=list(AXES), metavar="AXIS")
     parser.add_argument("--modes", nargs="+", default=["eager"], choices=list(MODES))
-    parser.set_defaults(steps=10, warmup=3)
+    parser.set_defaults(steps=4, warmup=2)
     args = parser.parse_args(argv)
 
     rows: list[Row] = []

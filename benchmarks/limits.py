@@ -18,8 +18,8 @@ from case import Case, Row, Setting, measure, release
 
 GIB = 2**30
 CONTEXT = GIB // 2  # what CUDA itself takes of a card
-UNIT, SMALL = 8, (16, 32)  # batches
-METHODS = ["full", "checkpoint", "sbp query r=0.5", "sbp query r=0.25", "sbp query r=0.25, saved"]
+UNIT, SMALL = 32, (32, 64)  # batches
+METHODS = ["full", "checkpoint", "sbp query r=0.25", "sbp query r=0.25, saved"]
 
 
 def largest(fits: Callable[[int], bool], guess: int, unit: int, trials: int = 30) -> int:
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = commandline.parser(__doc__, ["vit_base"], METHODS)
     parser.add_argument("--limits", nargs="+", type=float, default=[16, 24, 80], metavar="GIB")
     parser.add_argument("--show", type=Path, help="print the table of a JSON file and stop")
-    parser.set_defaults(modes=["eager"], steps=10, warmup=2)
+    parser.set_defaults(modes=["eager"], steps=4, warmup=1)
     args = parser.parse_args(argv)
 
     if args.show:

@@ -7,13 +7,20 @@ import timm
 import torch
 from torch import nn
 
+VIT = ("full", "checkpoint", "sbp query r=0.25", "sbp query r=0.25, saved")
+CONVNEXT = ("full", "checkpoint", "sbp query r=0.5", "sbp query r=0.5, saved")
+
 
 @dataclass(frozen=True)
 class Model:
+    """``methods`` (none: all) and ``modes`` are what a run measures unless it is told otherwise."""
+
     name: str
     batch: int
     size: int = 224
     channels_last: bool = False
+    methods: tuple[str, ...] = ()
+    modes: tuple[str, ...] = ("eager",)
 
     def build(self, size: int | None = None, **options: Any) -> nn.Module:
         size = size or self.size
@@ -24,10 +31,10 @@ class Model:
 
 
 MODELS = {
-    "vit_tiny": Model("vit_tiny_patch16_224", 256),
-    "vit_base": Model("vit_base_patch16_224", 256),
-    "convnext_tiny": Model("convnext_tiny", 128, channels_last=True),
-    "convnext_base": Model("convnext_base", 64, channels_last=True),
+    "vit_base": Model("vit_base_patch16_224", 256, modes=("eager", "compiled")),
+    "vit_tiny": Model("vit_tiny_patch16_224", 256, methods=VIT, modes=("compiled", "graphs")),
+    "convnext_tiny": Model("convnext_tiny", 128, channels_last=True, methods=CONVNEXT, modes=("compiled",)),
+    "convnext_base": Model("convnext_base", 64, channels_last=True, methods=CONVNEXT, modes=("compiled", "graphs")),
     "test_vit": Model("test_vit", 2, 64),
     "test_convnext": Model("test_convnext", 2, 64, channels_last=True),
 }

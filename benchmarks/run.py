@@ -1,8 +1,8 @@
 """Speed and memory of training steps, methods side by side.
 
     python benchmarks/run.py --models vit_tiny --methods full "sbp query r=0.25" --batch 8 --device cpu
-    python benchmarks/run.py --modes eager compiled graphs --jobs 8 --out benchmarks/results/h200.json  # on a GPU, bf16
-    python benchmarks/run.py --show benchmarks/results/h200.json                                  # the README's table
+    python benchmarks/run.py --jobs 16 --out benchmarks/results/h200.json        # on a GPU, bf16: the README's tables
+    python benchmarks/run.py --show benchmarks/results/h200.json
 
 One row per model, mode and method: step time (median), forward and backward apart, images/s, peak memory, ratios to
 full backprop in the same mode, and the ideal speed-up: multiply-adds of full backprop over those of the method.
@@ -84,7 +84,7 @@ def keep_texts(row: Row, args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = commandline.parser(__doc__)
-    parser.add_argument("--modes", nargs="+", default=["eager"], choices=list(MODES), help="graphs: CUDA graphs")
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), help="graphs: compiled, with CUDA graphs")
     parser.add_argument("--batch", type=int, help="instead of each model's own")
     parser.add_argument("--size", type=int, help="image size, instead of each model's own")
     parser.add_argument("--profile", action="store_true", help="where the time of a step goes, one text per case")

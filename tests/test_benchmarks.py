@@ -210,7 +210,8 @@ def test_largest_is_near_when_the_guess_is_near_and_stops(bench):
     assert bench.limits.largest(lambda batch: tried.append(batch) or batch <= 1000, 992, 8) == 1000
     assert len(tried) <= 4
     assert bench.limits.largest(lambda batch: batch < 10**9, 8, 8, trials=5) < 10**9
-    assert bench.limits.predict([1000.0 + 16 * 50, 1000.0 + 32 * 50], 1000.0 + 640 * 50) == 640
+    peaks = [1000.0 + batch * 50 for batch in bench.limits.SMALL]
+    assert bench.limits.predict(peaks, 1000.0 + 640 * 50) == 640
 
 
 def test_limits_table(bench):

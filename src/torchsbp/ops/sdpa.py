@@ -64,6 +64,36 @@ def attend_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, fused: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV) from the given query and key rows."""
+    if torch.compiler.is_compiling() and kernel(q, fused) != "plain":
+        return torch.ops.torchsbp.attend_backward(do, q, k, v, o, lse, scale)
+    return _attend_backward(do, q, k, v, o, lse, scale, fused)
+
+
+@torch.library.custom_op("torchsbp::attend_backward", mutates_args=())
+def _operator(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``attend_backward`` for compiled graphs: the layouts that the kernels ask for are made here, not by the compiler
+    (which gives cuDNN a log-sum-exp with strides that it refuses)."""
+    dq, dk, dv = _attend_backward(do, q, k, v, o, lse, scale, True)
+    return rows_first(dq), rows_first(dk), rows_first(dv)
+
+
+@_operator.register_fake
+def _shapes(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return rows_first(torch.empty_like(q)), rows_first(torch.empty_like(k)), rows_first(torch.empty_like(v))
+
+
+def rows_first(x: Tensor) -> Tensor:
+    """``[B, H, N, D]`` that lies in memory as ``[B, N, H, D]``: rows with their heads side by side."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _attend_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, fused: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     name = kernel(q, fused)
     if name == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, o, lse, 0.0, False, scale=scale)
