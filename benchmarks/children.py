@@ -78,27 +78,31 @@ class Child:
         self.pipe.close()
 
 
-def run_group(work: Work, settings: Sequence[Setting], limit: float) -> list[list[Row]]:
-    """The rows of every case: all prepare at the same time, then one after the other measures and ends."""
+def run_group(work: Work, settings: Sequence[Setting], limit: float) -> Iterator[tuple[Setting, Row]]:
+    """The rows of every case as they come: all prepare at the same time, then one after the other measures and ends."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(settings)))
     children = [Child(work, setting, limit) for setting in settings]
     try:
         prepared = [child.listen() for child in children]
-        results = [[said] if said else list(child.measure()) for child, said in zip(children, prepared, strict=True)]
+        for child, said in zip(children, prepared, strict=True):
+            for row in [said] if said else child.measure():
+                yield child.setting, child.setting.names | row
     finally:
         for child in children:
             child.stop()
-    return [[setting.names | row for row in rows] for setting, rows in zip(settings, results, strict=True)]
 
 
-def run(work: Work, settings: Sequence[Setting], jobs: int, limit: float) -> Iterator[list[Row]]:
-    """The rows of one group after the other; a case that found no memory beside the others runs again alone."""
+def run(work: Work, settings: Sequence[Setting], jobs: int, limit: float) -> Iterator[Row]:
+    """Row after row, as measured; a case that found no memory beside the others of its group runs again alone."""
     for group in groups(settings, jobs):
-        results = run_group(work, group, limit)
-        for i, setting in enumerate(group):
-            if len(group) > 1 and results[i] == [setting.names | {"error": OUT_OF_MEMORY}]:
-                (results[i],) = run_group(work, [setting], limit)
-        yield [row for rows in results for row in rows]
+        again = []
+        for setting, row in run_group(work, group, limit):
+            if len(group) > 1 and row.get("error") == OUT_OF_MEMORY:
+                again.append(setting)
+            else:
+                yield row
+        for setting in again:
+            yield from (row for _, row in run_group(work, [setting], limit))
 
 
 def groups(settings: Sequence[Setting], jobs: int) -> list[list[Setting]]:

@@ -56,11 +56,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     for axis in args.axes:
         work = partial(sweep, axis=axis, values=AXES[axis])
-        for found in children.run(work, commandline.settings(args), args.jobs, args.limit):
-            rows += found
+        for row in children.run(work, commandline.settings(args), args.jobs, args.limit):
+            rows.append(row)
             commandline.write(args, rows)
-            for row in found:
-                print(row, flush=True)
+            print(row, flush=True)
 
 
 if __name__ == "__main__":

@@ -117,11 +117,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("memory is capped on a CUDA device; none was found")
     rows: list[Row] = []
     work = partial(search, limits=args.limits)
-    for found in children.run(work, commandline.settings(args), args.jobs, args.limit):
-        rows += found
+    for row in children.run(work, commandline.settings(args), args.jobs, args.limit):
+        rows.append(row)
         commandline.write(args, rows)
-        for row in found:
-            print(row, flush=True)
+        print(row, flush=True)
     print(markdown(rows))
 
 

@@ -97,13 +97,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(markdown(commandline.read(args.show), mode) + "\n")
         return
     rows: list[Row] = []
-    for found in children.run(measured, commandline.settings(args), args.jobs, args.limit):
-        rows += found
+    for row in children.run(measured, commandline.settings(args), args.jobs, args.limit):
+        rows.append(row)
+        keep_texts(row, args)
         add_ratios(rows)
-        commandline.write(args, [{key: row[key] for key in row if key not in TEXTS} for row in rows])
-        for row in found:
-            print(show(row), flush=True)
-            keep_texts(row, args)
+        commandline.write(args, rows)
+        print(show(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -163,8 +163,8 @@ def test_a_child_sends_its_rows_and_its_errors(bench, capsys):
 
 def test_a_child_that_hangs_or_dies_is_an_error_row(bench):
     setting = bench.case.Setting("test_vit", "full")
-    (rows,) = bench.children.run_group(bench.case.measured, [setting], limit=0)
-    assert rows == [setting.names | {"error": "not done after 0 s"}]
+    rows = list(bench.children.run_group(bench.case.measured, [setting], limit=0))
+    assert rows == [(setting, setting.names | {"error": "not done after 0 s"})]
     child = bench.children.Child(bench.case.measured, setting, limit=60)
     child.process.kill()
     assert child.listen() == {"error": "the process ended with exit code -9"}
@@ -174,11 +174,12 @@ def test_a_child_that_hangs_or_dies_is_an_error_row(bench):
 def test_a_case_without_memory_beside_others_runs_again_alone(bench, monkeypatch):
     def run_group(work, settings, limit):
         crowded = len(settings) > 1
-        return [[s.names | ({"error": "out of memory"} if crowded and s.method == "a" else {})] for s in settings]
+        for s in settings:
+            yield s, s.names | ({"error": "out of memory"} if crowded and s.method == "a" else {})
 
     monkeypatch.setattr(bench.children, "run_group", run_group)
     settings = [bench.case.Setting("test_vit", method) for method in "ab"]
-    assert list(bench.children.run(bench.case.measured, settings, 2, 1)) == [[s.names for s in settings]]
+    assert list(bench.children.run(bench.case.measured, settings, 2, 1)) == [s.names for s in reversed(settings)]
 
 
 def test_groups_keep_a_model_and_its_mode_together(bench):
