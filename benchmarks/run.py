@@ -79,6 +79,7 @@ def keep_texts(row: Row, args: argparse.Namespace) -> None:
         if text:
             print(text, flush=True)
         if text and args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.with_name(f"{args.out.stem}-{file_name(row)}-{kind}.txt").write_text(text + "\n")
 
 
