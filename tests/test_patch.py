@@ -46,6 +46,7 @@ def test_gradients_equal_the_oracle(family, rule, ratio):
     [
         {"scope": "block"},
         {"recompute": False},
+        {"recompute": 0.5},
         {"per_sample": True, "sampler": "random"},
         {"keep_ratio": (0.25, 0.75)},
         {"blocks": 1.0},
