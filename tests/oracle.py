@@ -49,7 +49,7 @@ def attention_branch(block: nn.Module, x: Tensor, rule: str, rows: Tensor, heads
 def gated_attention(rule: str, rows: Tensor, shape: torch.Size, silent: Tensor | None) -> Iterator[None]:
     """The library calls F.scaled_dot_product_attention; here that is written out and gated, some heads silenced."""
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, **kwargs: object) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) -> Tensor:
         m = q @ k.mT * q.shape[-1] ** -0.5
         if rule == "qkv":
             m, v = drop_qkv(m, v, mask(rows, shape)[:, None])
@@ -61,6 +61,26 @@ def gated_attention(rule: str, rows: Tensor, shape: torch.Size, silent: Tensor |
         yield
     finally:
         F.scaled_dot_product_attention = plain
+
+
+def torchvision_block(
+    block: nn.Module, x: Tensor, positions: Tensor, rule: str, scope: str, heads: Tensor | None
+) -> Tensor:
+    rows = rows_of(positions, x.shape[1])
+
+    def attend(silent: Tensor | None) -> Tensor:
+        n = block.ln_1(x)
+        with gated_attention(rule, rows, x.shape[:2], silent):
+            return block.self_attention(n, n, n, need_weights=False)[0]
+
+    branch = attend(None)
+    if heads is not None:
+        kept = attend(torch.tensor([h for h in range(block.num_heads) if h not in heads]))
+        branch = kept + (branch - kept).detach()
+    attention_rows = None if rule == "head" else rows
+    x = x + gate(branch, attention_rows) if scope == "branch" else gate(x + branch, attention_rows)
+    branch = block.mlp(block.ln_2(x))
+    return x + gate(branch, rows) if scope == "branch" else gate(x + branch, rows)
 
 
 def timm_convnext_block(block: nn.Module, x: Tensor, positions: Tensor, scope: str) -> Tensor:
@@ -90,6 +110,10 @@ def install(model: nn.Module, kept: dict[str, Tensor], config: torchsbp.SBPConfi
         kind = type(module).__name__
         if kind == "Block":
             module.forward = lambda x, m=module, p=positions: timm_block(m, x, p, config.attention, config.scope, heads)
+        elif kind == "EncoderBlock":
+            module.forward = lambda x, m=module, p=positions: torchvision_block(
+                m, x, p, config.attention, config.scope, heads
+            )
         elif kind == "ConvNeXtBlock":
             module.forward = lambda x, m=module, p=positions: timm_convnext_block(m, x, p, config.scope)
         elif kind == "CNBlock":

@@ -1,8 +1,9 @@
-"""The named members of timm's ViT and ConvNeXt families: patched, forward exact, gradients equal the oracle."""
+"""The named members of supported families: patched, forward exact, gradients equal the oracle."""
 
 import pytest
 import timm
 import torch
+import torchvision
 
 import torchsbp
 from torchsbp import SBPConfig
@@ -33,6 +34,37 @@ def test_member_of_the_family(name):
     size = options.get("img_size", 64)
     x = torch.randn(2, 3, size, size, dtype=torch.float64)
     check_against_oracle(model, SBPConfig(keep_ratio=0.5), x)
+
+
+def torchvision_vit(**options):
+    torch.manual_seed(0)
+    sizes = {"image_size": 64, "patch_size": 16, "num_layers": 3, "num_heads": 3, "hidden_dim": 24, "mlp_dim": 48}
+    model = torchvision.models.VisionTransformer(**sizes, num_classes=5, **options).double().train()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return model, torch.randn(2, 3, 64, 64, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.5, 0.25])
+@pytest.mark.parametrize("rule", ["query", "qkv", "head"])
+@pytest.mark.parametrize("scope", ["branch", "block"])
+def test_torchvision_vit(rule, ratio, scope):
+    """Attention is ``nn.MultiheadAttention``: one packed projection, a parameter of the module itself."""
+    model, x = torchvision_vit()
+    check_against_oracle(model, SBPConfig(keep_ratio=ratio, attention=rule, scope=scope), x)
+
+
+def test_torchvision_vit_keeps_its_class_token_and_refuses_dropout():
+    model, x = torchvision_vit()
+    torchsbp.apply(model, keep_ratio=0.5)
+    model(x)
+    kept = torchsbp.kept(model)
+    assert list(kept) == ["encoder.layers.encoder_layer_1", "encoder.layers.encoder_layer_2"]
+    assert all(positions.shape == (2, 9) and (positions[:, 0] == 0).all() for positions in kept.values())
+    message = r"self_attention.dropout is 0.1, which is not supported"
+    with pytest.raises(ValueError, match=message):
+        torchsbp.apply(torchvision_vit(attention_dropout=0.1)[0])
 
 
 def test_a_norm_nobody_described_is_refused_by_name():

@@ -178,17 +178,22 @@ class TransformerSite(SampledSite):
 
     def attention(self, parts: P.TransformerBlock, rule: str) -> tuple[Attention, AttentionSpec]:
         module, norm = P.find(self, parts.attention), P.find(self, parts.norm1)
-        qkv, proj = P.find(self, parts.qkv), P.find(self, parts.proj)
+        qkv, proj = self.projection(parts.qkv), P.find(self, parts.proj)
         q_norm, k_norm = P.find(self, parts.q_norm), P.find(self, parts.k_norm)
         params = Attention(
-            *affine(norm), *affine(qkv), *affine(q_norm), *affine(k_norm), *affine(proj), P.find(self, parts.scale1)
+            *affine(norm), *qkv, *affine(q_norm), *affine(k_norm), *affine(proj), P.find(self, parts.scale1)
         )  # fmt: skip
         static = P.norm_of(norm)
         assert static is not None
-        width = qkv.weight.shape[0] // (3 * module.num_heads)
+        width = params.qkv_weight.shape[0] // (3 * module.num_heads)
         scale = getattr(module, "scale", width**-0.5)
         fused = getattr(module, "fused_attn", True)
         return params, AttentionSpec(module.num_heads, scale, static, P.norm_of(q_norm), fused, rule)
+
+    def projection(self, name: str) -> tuple[Any, Any]:
+        """Weight and bias of a layer, or of that weight's own name."""
+        part = P.find(self, name)
+        return (part, P.find(self, name.replace("weight", "bias"))) if isinstance(part, Tensor) else affine(part)
 
 
 class ConvSite(SampledSite):

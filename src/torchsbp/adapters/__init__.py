@@ -6,7 +6,7 @@ from . import timm, torchvision
 from .base import Adapter
 from .parts import qualified
 
-ADAPTERS: tuple[Adapter, ...] = (timm.VIT, timm.CONVNEXT, torchvision.CONVNEXT)
+ADAPTERS: tuple[Adapter, ...] = (timm.VIT, timm.CONVNEXT, torchvision.VIT, torchvision.CONVNEXT)
 
 
 def match(module: nn.Module) -> Adapter | None:

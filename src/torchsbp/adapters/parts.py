@@ -27,6 +27,10 @@ ACTIVATIONS = {
     "timm.layers.activations.GELUTanh": "gelu_tanh",
     "timm.layers.activations.QuickGELU": "quick_gelu",
 }
+LINEARS = (
+    "torch.nn.modules.linear.Linear",
+    "torch.nn.modules.linear.NonDynamicallyQuantizableLinear",  # the output of nn.MultiheadAttention
+)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 DROP_PATHS = (
     "torch.nn.modules.linear.Identity",
@@ -77,7 +81,7 @@ class Parts:
                 yield f"{name} has hooks, which would not run in training; remove them first"
         for name in self.idle:
             part = find(block, name)
-            if not (part is None or isinstance(part, nn.Identity) or _idle_dropout(part)):
+            if not (part is None or part in (0, False) or isinstance(part, nn.Identity) or _idle_dropout(part)):
                 yield f"{name} is {part}, which is not supported (allowed: absent, Identity, Dropout with p=0)"
         for part_field in fields(self):
             check = _CHECKS.get(part_field.name)
@@ -88,7 +92,10 @@ class Parts:
 
 @dataclass(frozen=True)
 class TransformerBlock(Parts):
-    """``x + drop1(scale1(proj(attention(norm1(x)))))``, then ``x + drop2(scale2(fc2(act(fc1(norm2(x))))))``."""
+    """``x + drop1(scale1(proj(attention(norm1(x)))))``, then ``x + drop2(scale2(fc2(act(fc1(norm2(x))))))``.
+
+    ``qkv`` is a layer, or its weight where that is a parameter of the attention module (``in_proj_weight``).
+    """
 
     called: ClassVar[tuple[str, ...]] = ("drop1", "drop2")
 
@@ -169,8 +176,13 @@ def _check_optional_norm(name: str, part: Any) -> Iterator[str]:
 
 
 def _check_linear(name: str, part: Any) -> Iterator[str]:
-    if type(part) is not nn.Linear and not _is_pointwise(part):
+    if _class(part) not in LINEARS and not _is_pointwise(part):
         yield f"{name} is {_class(part)}; supported: torch.nn.Linear, torch.nn.Conv2d with a 1×1 kernel"
+
+
+def _check_qkv(name: str, part: Any) -> Iterator[str]:
+    if not isinstance(part, nn.Parameter):
+        yield from _check_linear(name, part)
 
 
 def _is_pointwise(part: Any) -> bool:
@@ -208,7 +220,7 @@ _CHECKS = {
     "norm2": _check_norm,
     "q_norm": _check_optional_norm,
     "k_norm": _check_optional_norm,
-    "qkv": _check_linear,
+    "qkv": _check_qkv,
     "proj": _check_linear,
     "fc1": _check_linear,
     "fc2": _check_linear,

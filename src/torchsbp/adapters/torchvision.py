@@ -1,9 +1,54 @@
-"""torchvision: ConvNeXt."""
+"""torchvision: ViT and ConvNeXt."""
 
 from torch import nn
 
-from .base import Adapter, Stage, early_stages, no_prefix, output_grid
-from .parts import ConvBlock, Downsample
+from .base import Adapter, Stage, early_stages, last_blocks, no_prefix, output_grid
+from .parts import ConvBlock, Downsample, TransformerBlock
+
+
+def vit_stages(model: nn.Module) -> list[Stage]:
+    return [Stage(tuple(f"encoder.layers.{name}" for name, _ in model.encoder.layers.named_children()))]  # type: ignore[union-attr]
+
+
+def class_token(model: nn.Module) -> int:
+    return 1
+
+
+VIT = Adapter(
+    name="torchvision ViT",
+    model="torchvision.models.vision_transformer.VisionTransformer",
+    entry="conv_proj",
+    grid=output_grid,
+    stages=vit_stages,
+    blocks={
+        "torchvision.models.vision_transformer.EncoderBlock": TransformerBlock(
+            idle=(
+                *("dropout", "mlp.2", "mlp.4", "self_attention.dropout"),
+                *("self_attention.bias_k", "self_attention.bias_v", "self_attention.add_zero_attn"),
+            ),
+            classes={
+                "self_attention": ("torch.nn.modules.activation.MultiheadAttention",),
+                "mlp": ("torchvision.models.vision_transformer.MLPBlock",),
+            },
+            norm1="ln_1",
+            attention="self_attention",
+            qkv="self_attention.in_proj_weight",
+            q_norm="",
+            k_norm="",
+            proj="self_attention.out_proj",
+            scale1="",
+            drop1="",
+            norm2="ln_2",
+            fc1="mlp.0",
+            act="mlp.1",
+            fc2="mlp.3",
+            scale2="",
+            drop2="",
+        )
+    },
+    recipe=last_blocks,
+    prefix=class_token,
+)
 
 
 def convnext_stages(model: nn.Module) -> list[Stage]:
