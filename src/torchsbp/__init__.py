@@ -2,8 +2,11 @@
 
 from .config import SBPConfig
 from .frames import sbp_frames
+from .memory import estimate, measure, plan
 from .ops.wrap import sbp
 from .patch import apply, kept, remove, set_step
 
-__all__ = ["SBPConfig", "apply", "kept", "remove", "sbp", "sbp_frames", "set_step"]
+__all__ = [
+    "SBPConfig", "apply", "estimate", "kept", "measure", "plan", "remove", "sbp", "sbp_frames", "set_step",
+]  # fmt: skip
 __version__ = "0.1.0"

@@ -1,0 +1,144 @@
+"""The blocks of a model, whatever its library, and what each of them saves for backward."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+
+CONTAINERS = (nn.Sequential, nn.ModuleList)
+
+
+def is_block(module: nn.Module) -> bool:
+    """Of a library's own class, made of modules with parameters: neither a layer nor a chain."""
+    own = not type(module).__module__.startswith("torch.nn.") and not isinstance(module, CONTAINERS)
+    return own and any(next(child.parameters(), None) is not None for child in module.children())
+
+
+def block_names(model: nn.Module) -> list[str]:
+    """The residual blocks: members of a chain, the outermost ones that are not themselves made of a chain of blocks."""
+    return list(_blocks(model, ""))
+
+
+def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
+    for name, child in module.named_children():
+        if isinstance(module, CONTAINERS) and is_block(child) and not _is_stage(child):
+            yield prefix + name
+        else:
+            yield from _blocks(child, f"{prefix}{name}.")
+
+
+def _is_stage(module: nn.Module) -> bool:
+    chains = (m for m in module.modules() if isinstance(m, CONTAINERS) and len(m))
+    return any(all(is_block(child) for child in chain) for chain in chains)
+
+
+class Running:
+    """Which modules of a model are running, outermost first: by hooks on all modules, so that the model is not touched.
+
+    ``where`` is the name of the innermost one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names = {module: name for name, module in model.named_modules()}
+        self.stack: list[str] = [""]
+
+    @property
+    def where(self) -> str:
+        return self.stack[-1]
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        if module in self.names:
+            self.stack.append(self.names[module])
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module in self.names:
+            self.stack.pop()
+
+    def __enter__(self) -> "Running":
+        self.handles = [
+            hooks.register_module_forward_pre_hook(self.enter),
+            hooks.register_module_forward_hook(self.leave, always_call=False),
+        ]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+class Saved:
+    """Bytes saved for backward inside the context, by the module that saves them; each storage once.
+
+    Parameters, buffers and ``ignored`` tensors are not counted. ``by_module`` has the names of innermost modules,
+    ``alive`` is what has not been freed yet, ``where`` the module that runs: in backward, whose tensors were read last.
+    """
+
+    def __init__(self, model: nn.Module, *ignored: Tensor) -> None:
+        self.running = Running(model)
+        self.by_module: Counter[str] = Counter()
+        self.alive = 0
+        self.backward = ""
+        self.seen: dict[int, Any] = {}
+        for tensor in (*model.parameters(), *model.buffers(), *ignored):
+            self.count(tensor.untyped_storage(), 0)
+
+    @property
+    def where(self) -> str:
+        return self.running.where or self.backward
+
+    @property
+    def total(self) -> int:
+        return self.by_module.total()
+
+    def count(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Once; an address may be another's when its storage is gone."""
+        key = storage._cdata
+        if key in self.seen:
+            return
+
+        def end(_: object) -> None:
+            self.alive -= size
+            self.seen.pop(key, None)
+
+        self.seen[key] = weakref.ref(storage, end)
+        self.alive += size
+        self.by_module[self.running.where] += size
+
+    def pack(self, tensor: Tensor) -> tuple[Tensor, str]:
+        storage = tensor.untyped_storage()
+        self.count(storage, storage.nbytes())
+        return tensor, self.running.where
+
+    def unpack(self, packed: tuple[Tensor, str]) -> Tensor:
+        tensor, self.backward = packed
+        return tensor
+
+    def __enter__(self) -> "Saved":
+        self.running.__enter__()
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.hooks.__exit__(*exc)
+        self.running.__exit__(*exc)
+
+
+Parts = dict[str, dict[str, int]]
+
+
+def by_block(by_module: Mapping[str, int], blocks: list[str]) -> Parts:
+    """Block -> its part (the child that saves; "" is the block itself) -> bytes. What no block saves is under ""."""
+    result: Parts = {name: {} for name in (*blocks, "")}
+    owners = set(blocks)
+    for name, size in by_module.items():
+        steps = name.split(".")
+        prefixes = (".".join(steps[:i]) for i in range(1, len(steps) + 1))
+        block = next((prefix for prefix in prefixes if prefix in owners), "")
+        part = name.removeprefix(block).lstrip(".").partition(".")[0]
+        result[block][part] = result[block].get(part, 0) + size
+    return result

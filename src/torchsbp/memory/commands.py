@@ -1,0 +1,231 @@
+"""The commands ``torchsbp profile`` and ``torchsbp plan``."""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import SBPConfig
+from ..ops.attention import RULES
+from . import chart
+from .estimating import (
+    OPTIMIZERS,
+    PRECISIONS,
+    Config,
+    Estimate,
+    build,
+    describe,
+    estimate,
+)
+from .measuring import Measurement, measure_config
+from .names import Named, find_model
+from .planning import HEADROOM
+from .planning import plan as make_plan
+from .sizes import mib, parse_size
+
+METHODS = ("full", "checkpoint", "sbp")
+
+
+def parser(command: str, doc: str) -> argparse.ArgumentParser:
+    """What both commands take."""
+    result = argparse.ArgumentParser(f"torchsbp {command}", description=doc)
+    result.add_argument("model", metavar="MODEL", help="a timm or torchvision name; timm/… or torchvision/… if both")
+    result.add_argument("--batch", type=positive, default=64)
+    result.add_argument("--size", type=positive, help="of square images; the model's own unless given")
+    result.add_argument("--precision", default="bf16", choices=PRECISIONS)
+    result.add_argument("--optimizer", default="adamw", choices=OPTIMIZERS)
+    result.add_argument("--channels-last", action="store_true", help="memory layout of model and images")
+    result.add_argument("--keep-ratio", type=float, help="share of positions that get gradients")
+    result.add_argument("--attention", choices=RULES, help="which gradients attention drops")
+    result.add_argument("--blocks", type=blocks, help="which are sampled: a fraction, or indices or names: 4,5,6")
+    result.add_argument("--recompute", type=share, help="share of the blocks that recompute, 0 to 1")
+    result.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return result
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def share(text: str) -> bool | float:
+    names = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if text.lower() in names:
+        return names[text.lower()]
+    try:
+        return float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not true, false or a number from 0 to 1") from error
+
+
+def blocks(text: str) -> Any:
+    """ "0.5" is a fraction, "4,5" are indices, "stages.0.*,stages.1.*" are names."""
+    items = [item.strip() for item in text.split(",")]
+    if all(item.lstrip("-").isdecimal() for item in items) and items != ["1"]:
+        return [int(item) for item in items]
+    try:
+        return float(text)
+    except ValueError:
+        return items
+
+
+def sbp_config(args: argparse.Namespace) -> SBPConfig:
+    given = {name: getattr(args, name) for name in ("keep_ratio", "attention", "blocks", "recompute")}
+    return SBPConfig(**{name: value for name, value in given.items() if value is not None})
+
+
+def heading(args: argparse.Namespace, named: Named) -> str:
+    return f"{args.model}, batch {args.batch}, {named.size}×{named.size}, {args.precision}, {args.optimizer}"
+
+
+def profile(argv: Sequence[str]) -> None:
+    """Memory of a training step, method by method and block by block: measured if there is a CUDA device, else
+    predicted for one."""
+    arguments = parser("profile", profile.__doc__ or "")
+    arguments.add_argument("--methods", nargs="+", choices=METHODS, help="compared; all that the model supports")
+    arguments.add_argument("--out", type=Path, help="a chart of it, chart.png or chart.svg")
+    arguments.add_argument("--predict", action="store_true", help="do not measure, also if there is a CUDA device")
+    args = arguments.parse_args(argv)
+    if args.out:
+        chart.check_format(args.out)
+    named = find_model(args.model, args.size, args.channels_last)
+    shape = (args.batch, named.channels, named.size, named.size)
+    configs: dict[str, Config] = {"full": "full", "checkpoint": "checkpoint", "sbp": sbp_config(args)}
+    chosen = {describe(configs[method]): configs[method] for method in args.methods or METHODS}
+    notes: list[str] = []
+    estimates = predictions(named, args, shape, chosen, notes)
+    measuring = torch.cuda.is_available() and not args.predict
+    measured = measurements(named, args, shape, chosen, estimates, notes) if measuring else {}
+    results: dict[str, chart.Result] = {**estimates, **measured}
+    title = f"{heading(args, named)}: {how_known(measured, args.predict)}"
+    if args.out:
+        chart.draw(results, title, args.out)
+        notes.append(f"chart: {args.out}")
+    if args.json:
+        print(json.dumps({"title": title, "measured": bool(measured), "notes": notes} | as_json(estimates, measured)))
+    else:
+        print("\n".join([title, "", table(columns(estimates, measured), results), *notes]))
+
+
+def how_known(measured: Mapping[str, Measurement], predict: bool) -> str:
+    if measured:
+        return f"measured on {torch.cuda.get_device_name()}, eager"
+    missing = "" if predict or torch.cuda.is_available() else "; there is none here to measure on"
+    return "predicted for a CUDA device" + missing
+
+
+def predictions(
+    named: Named, args: argparse.Namespace, shape: tuple[int, ...], configs: Mapping[str, Config], notes: list[str]
+) -> dict[str, Estimate]:
+    """By method; one that the model does not support is left out with a note, unless it was asked for."""
+    model, found = build(named.build), {}
+    for title, config in configs.items():
+        try:
+            found[title] = estimate(model, shape, config, args.precision, args.optimizer)
+        except ValueError as error:
+            if args.methods or config == "full":
+                raise
+            notes.append(f"{title} is left out: {str(error).split('. ')[0]}")
+    return found
+
+
+def measurements(
+    named: Named,
+    args: argparse.Namespace,
+    shape: tuple[int, ...],
+    configs: Mapping[str, Config],
+    estimates: Mapping[str, Estimate],
+    notes: list[str],
+) -> dict[str, Measurement]:
+    """By method, of those that could be predicted as a whole and that fit."""
+    found = {}
+    for title, its in estimates.items():
+        if its.covers:
+            continue
+        torch.cuda.empty_cache()  # what the method before has left
+        try:
+            found[title] = measure_config(named.build, shape, configs[title], args.precision, args.optimizer)
+        except torch.OutOfMemoryError:
+            notes.append(f"{title} ran out of memory: predicted only")
+    return found
+
+
+def columns(estimates: Mapping[str, Estimate], measured: Mapping[str, Measurement]) -> dict[str, dict[str, int | None]]:
+    """Method -> what -> bytes."""
+    result: dict[str, dict[str, int | None]] = {}
+    for title, its in estimates.items():
+        rows: dict[str, int | None] = {name: at_peak if size is None else size for name, size, at_peak in its.rows()}
+        rows["peak"] = its.peak
+        if title in measured:
+            real = measured[title]
+            rows |= {"saved activations": real.saved_bytes, "measured peak": real.peak, "reserved": real.reserved}
+            rows["predicted peak"] = rows.pop("peak")
+        result[title] = rows
+    return result
+
+
+def table(columns: Mapping[str, Mapping[str, int | None]], results: Mapping[str, chart.Result]) -> str:
+    """Methods side by side; blocks that save the same as their neighbours share a line."""
+    widths = [max(12, len(title)) for title in columns]
+
+    def line(name: str, cells: Sequence[str]) -> str:
+        return f"{name:<32}" + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+
+    names = list(dict.fromkeys(name for rows in columns.values() for name in rows))
+    lines = [line("", list(columns))]
+    for name in names:
+        sizes = [rows.get(name) for rows in columns.values()]
+        lines.append(line(name, ["–" if size is None else mib(size) for size in sizes]))
+    peaks = [rows.get("measured peak") or rows.get("peak") or 0 for rows in columns.values()]
+    lines.append(line("", [f"{peak / peaks[0]:.2f}×" for peak in peaks]))
+    lines += ["", "saved by block"]
+    saved = [result.saved for result in results.values()]
+    rows = [(name, tuple(its.get(name, 0) for its in saved)) for name in saved[0]]
+    for sizes, group in groupby(rows, key=lambda row: row[1]):
+        same = [name for name, _ in group]
+        title = same[0] if len(same) == 1 else f"{same[0]} … {same[-1].rpartition('.')[2]}, each"
+        lines.append(line(f"  {title}", [mib(size) for size in sizes]))
+    lines.append(line("  other layers", [mib(result.saved_elsewhere) for result in results.values()]))
+    covers = next((r.covers for r in results.values() if isinstance(r, Estimate)), "")
+    if covers:
+        lines.append(f"Activations are those of {covers} alone: the rest depends on data and is not covered.")
+    return "\n".join(lines)
+
+
+def as_json(estimates: Mapping[str, Estimate], measured: Mapping[str, Measurement]) -> dict[str, Any]:
+    return {
+        "predicted": {title: its.to_dict() for title, its in estimates.items()},
+        "measurements": {title: its.to_dict() for title, its in measured.items()},
+    }
+
+
+def plan(argv: Sequence[str]) -> None:
+    """The configuration that fits the memory of a GPU with the least loss of gradient quality, then the best speed."""
+    arguments = parser("plan", plan.__doc__ or "")
+    arguments.add_argument("--memory", required=True, help="of the GPU: 16GiB, 16GB, 8000MiB")
+    arguments.add_argument(
+        "--headroom", type=float, default=HEADROOM, help="share of it that is not to be planned with"
+    )
+    args = arguments.parse_args(argv)
+    parse_size(args.memory)
+    named = find_model(args.model, args.size, args.channels_last)
+    shape = (args.batch, named.channels, named.size, named.size)
+    given = any(getattr(args, name) is not None for name in ("keep_ratio", "attention", "blocks", "recompute"))
+    found = make_plan(
+        named.build,
+        shape,
+        args.memory,
+        precision=args.precision,
+        optimizer=args.optimizer,
+        configs=[sbp_config(args)] if given else None,
+        headroom=args.headroom,
+    )
+    if args.json:
+        print(json.dumps({"title": heading(args, named), **found.to_dict()}))
+    else:
+        print(f"{heading(args, named)}: predicted for a CUDA device\n{found}")

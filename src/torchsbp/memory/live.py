@@ -1,0 +1,63 @@
+"""What is alive in memory while a step runs on fake tensors."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ROUND = 512  # bytes: what the CUDA allocator rounds up to
+Workspace = Callable[[Any, tuple[Any, ...], Any], int]
+
+
+def rounded(size: int) -> int:
+    return -(-size // ROUND) * ROUND
+
+
+def no_workspace(func: Any, args: tuple[Any, ...], result: Any) -> int:
+    return 0
+
+
+class Live(TorchDispatchMode):
+    """Follows every storage that operators make, from its first output to its end.
+
+    ``now`` and ``peak`` are bytes, each storage rounded as the CUDA allocator does; ``workspace(operator, arguments,
+    result)`` gives bytes that an operator needs only while it runs. ``at_peak`` is what ``note`` gives at the peak.
+    """
+
+    def __init__(self, workspace: Workspace, note: Callable[[], Any]) -> None:
+        super().__init__()
+        self.workspace, self.note = workspace, note
+        self.now = self.peak = 0
+        self.at_peak: Any = None
+        self.storages: dict[int, Any] = {}
+
+    def ignore(self, *tensors: Tensor) -> None:
+        """Storages that are counted elsewhere."""
+        for tensor in tensors:
+            self.storages[tensor.untyped_storage()._cdata] = tensor
+
+    def add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, rounded(storage.nbytes())
+        if key in self.storages:
+            return
+
+        def end(_: object) -> None:
+            self.now -= size
+            del self.storages[key]
+
+        self.storages[key] = weakref.ref(storage, end)
+        self.now += size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.add(leaf)
+        most = self.now + self.workspace(func, args, result)
+        if most > self.peak:
+            self.peak, self.at_peak = most, self.note()
+        return result

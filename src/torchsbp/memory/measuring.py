@@ -1,0 +1,113 @@
+"""measure: the memory of a training step that really runs."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .blocks import Parts, Saved, block_names, by_block
+from .estimating import PRECISIONS, Config, Model, build, default_loss, input_for, prepared, saved_lines
+from .sizes import mib
+
+FUSED: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "sgd": torch.optim.SGD,
+}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The memory of one step, in bytes.
+
+    ``saved``, ``parts`` and ``saved_elsewhere`` are what the blocks and other layers save for backward, as in
+    ``Estimate``. On CUDA ``before`` is what was allocated when the step began, ``peak`` the most that was allocated and
+    ``reserved`` the most that the allocator held; None on CPU.
+    """
+
+    device: str
+    saved: dict[str, int]
+    parts: Parts
+    saved_elsewhere: int
+    before: int | None = None
+    peak: int | None = None
+    reserved: int | None = None
+
+    @property
+    def saved_bytes(self) -> int:
+        """Everything that is saved for backward."""
+        return sum(self.saved.values()) + self.saved_elsewhere
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "saved_bytes": self.saved_bytes}
+
+    def __str__(self) -> str:
+        lines = [f"measured on {self.device}", f"{'saved activations':<20}{mib(self.saved_bytes):>12}"]
+        for name in ("before", "peak", "reserved"):
+            size = getattr(self, name)
+            lines += [] if size is None else [f"{name:<20}{mib(size):>12}"]
+        return "\n".join([*lines, *saved_lines(self.saved, self.saved_elsewhere)])
+
+
+def measure(model: nn.Module, step: Callable[[], object]) -> Measurement:
+    """Measure a training step: ``step()`` runs forward and backward of the model, and the optimizer if you like.
+
+    It is called once on CPU; on CUDA three times, so that what a first step allocates for good (optimizer state,
+    workspace) is there: to warm up, to count what is saved, and for the peak.
+    """
+    on_cuda = any(p.is_cuda for p in model.parameters())
+    if on_cuda:
+        step()
+    saved = Saved(model)
+    with saved:
+        step()
+    parts = by_block(saved.by_module, block_names(model))
+    elsewhere = sum(parts.pop("").values())
+    counted = {name: sum(part.values()) for name, part in parts.items()}
+    if not on_cuda:
+        return Measurement("cpu", counted, parts, elsewhere)
+    for parameter in model.parameters():
+        parameter.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return Measurement(torch.cuda.get_device_name(), counted, parts, elsewhere, before, peak, reserved)
+
+
+def measure_config(
+    model: Model,
+    input_shape: Sequence[int],
+    config: Config = None,
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+    *,
+    device: str = "cuda",
+) -> Measurement:
+    """What ``estimate`` predicts, measured: a model on the meta device, or a function that builds it, is made real with
+    all weights zero, and trained on zeros for the few steps that ``measure`` takes."""
+    real = build(model).to_empty(device=device).train()
+    with torch.no_grad():
+        for tensor in (*real.parameters(), *real.buffers()):
+            tensor.zero_()
+    prepared(real, config)
+    updates = FUSED[optimizer](real.parameters(), lr=1e-3, fused=True)
+    x, dtype = input_for(real, input_shape), PRECISIONS[precision]
+
+    def step() -> None:
+        updates.zero_grad(set_to_none=True)
+        with torch.autocast(device, dtype) if dtype else nullcontext():
+            loss = default_loss(real(x))
+        loss.backward()
+        updates.step()
+
+    return measure(real, step)

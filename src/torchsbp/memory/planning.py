@@ -1,0 +1,226 @@
+"""plan: the configuration that fits a memory budget with the least loss of gradient quality, then the best speed.
+
+The order of preference, ``levels``. First comes what gives exact gradients:
+
+1. "full": plain training;
+2. exact lean blocks (``keep_ratio=1``), of which as few as needed recompute;
+3. "checkpoint": activation checkpointing of every block;
+
+then sampled gradients, those first that cost the least accuracy in our runs (rule "query" at a low ratio before more
+sampled blocks, more sampled blocks before rule "qkv"):
+
+4. SBP, rule "query", on the blocks of the family's recipe, at ratios 0.75, 0.5, 0.25;
+5. the same on all blocks, at ratios 0.5, 0.25, 0.1;
+6. rule "qkv" on all blocks, at ratios 0.25, 0.1.
+
+Within a level gradients are the same, and the share of blocks that recompute goes 0, 0.25, 0.5, 0.75, 1: what is saved
+need not be computed again, so less is faster. The first configuration that fits is chosen.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..adapters.parts import TransformerBlock
+from ..config import SBPConfig
+from ..patch import find_backbones, patched_modules, remove
+from ..patch import plan as bindings
+from .estimating import Config, Estimate, Loss, Model, build, describe, estimate, fake_copy
+from .sizes import mib, parse_size
+
+SHARES: tuple[bool | float, ...] = (False, 0.25, 0.5, 0.75, True)
+HEADROOM = 0.1
+
+Level = list[Config]
+
+
+class DoesNotFitError(ValueError):
+    """No configuration fits the budget. ``tried`` has them with their peaks."""
+
+    def __init__(self, message: str, tried: "list[Candidate]") -> None:
+        super().__init__(message)
+        self.tried = tried
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration, its predicted peak in bytes, and whether that is within the budget."""
+
+    config: Config
+    peak: int
+    fits: bool
+
+    def __str__(self) -> str:
+        return f"{describe(self.config):<40}{mib(self.peak):>12}  {'fits' if self.fits else 'too much'}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The chosen configuration and its estimate; the candidates tried, in order of preference; the largest batch that
+    fits with it. ``memory`` is the budget and ``usable`` what is left of it after headroom, in bytes."""
+
+    config: Config
+    estimate: Estimate
+    tried: list[Candidate]
+    largest_batch: int
+    memory: int
+    usable: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "config": describe(self.config),
+            "options": options(self.config),
+            "memory": self.memory,
+            "usable": self.usable,
+            "largest_batch": self.largest_batch,
+            "tried": [{"config": describe(c.config), "peak": c.peak, "fits": c.fits} for c in self.tried],
+            "estimate": self.estimate.to_dict(),
+        }
+
+    def __str__(self) -> str:
+        lines = [
+            f"{mib(self.memory)}, of which {mib(self.usable)} may be allocated. Tried, best first:",
+            *(f"  {candidate}" + ("  ← chosen" if candidate.config == self.config else "") for candidate in self.tried),
+            f"largest batch with it: {self.largest_batch}",
+        ]
+        if isinstance(self.config, SBPConfig):
+            given = ", ".join(f"{key}={value!r}" for key, value in options(self.config).items())
+            lines.append(f"torchsbp.apply(model, {given})")
+        return "\n".join(lines)
+
+
+def options(config: Config) -> dict[str, Any]:
+    """The options of ``apply`` that make this configuration."""
+    if not isinstance(config, SBPConfig):
+        return {}
+    default = SBPConfig()
+    changed = {name: getattr(config, name) for name in SBPConfig.__dataclass_fields__}
+    return {name: v for name, v in changed.items() if name == "keep_ratio" or v != getattr(default, name)}
+
+
+def sbp(**changes: Any) -> Level:
+    return [SBPConfig(recompute=share, **changes) for share in SHARES]
+
+
+def levels(model: nn.Module) -> list[Level]:
+    """What can be done for the model, in order of preference (see above); within a level, the fastest first."""
+    exact: list[Level] = [["full"], sbp(keep_ratio=1.0), ["checkpoint"]]
+    attention = has_attention(model)
+    if attention is None:
+        return [["full"], ["checkpoint"]]
+    sampled = [sbp(keep_ratio=ratio) for ratio in (0.75, 0.5, 0.25)]
+    sampled += [sbp(keep_ratio=ratio, blocks=1.0) for ratio in (0.5, 0.25, 0.1)]
+    if attention:
+        sampled += [sbp(keep_ratio=ratio, blocks=1.0, attention="qkv") for ratio in (0.25, 0.1)]
+    return exact + sampled
+
+
+def has_attention(model: nn.Module) -> bool | None:
+    """Whether the model can be patched (None: it can't) and then has attention to sample."""
+    from torch._subclasses import FakeTensorMode
+
+    model = fake_copy(model, FakeTensorMode(allow_non_fake_inputs=True))
+    if any(patched_modules(model)):
+        remove(model)
+    backbones = list(find_backbones(model))
+    try:
+        for name, module, adapter in backbones:
+            bindings(name, module, adapter, SBPConfig())
+    except ValueError:
+        return None
+    parts = [part for _, _, adapter in backbones for part in adapter.blocks.values()]
+    return any(isinstance(part, TransformerBlock) for part in parts) if backbones else None
+
+
+def plan(
+    model: Model,
+    input_shape: Sequence[int],
+    memory: int | str,
+    *,
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+    configs: Sequence[Config] | None = None,
+    headroom: float = HEADROOM,
+    loss: Loss | None = None,
+) -> Plan:
+    """The first configuration in the order of preference whose predicted peak fits the memory of a GPU.
+
+    ``memory`` is a size, "16GiB" or bytes; the share ``headroom`` of it is left to the CUDA context, to what the
+    allocator can't use and to the error of the prediction. ``configs`` replaces the order of preference by your own.
+    The other arguments are those of ``estimate``. ``DoesNotFitError`` says what the least possible is.
+    """
+    total = parse_size(memory)
+    if not 0 <= headroom < 1:
+        raise ValueError(f"headroom={headroom!r} is not allowed; allowed: a number in [0, 1)")
+    usable, model = int(total * (1 - headroom)), build(model)
+    order = levels(model) if configs is None else [[config] for config in configs]
+    found: dict[int, Estimate] = {}
+    places = [(level, i) for level, configs_ in enumerate(order) for i in range(len(configs_))]
+
+    def fits(level: int, i: int) -> bool:
+        place = places.index((level, i))
+        if place not in found:
+            found[place] = estimate(model, input_shape, order[level][i], precision, optimizer, loss=loss)
+        return found[place].peak <= usable
+
+    def tried() -> list[Candidate]:
+        flat = [config for level in order for config in level]
+        return [Candidate(flat[i], found[i].peak, found[i].peak <= usable) for i in sorted(found)]
+
+    for level, configs_ in enumerate(order):
+        if not fits(level, len(configs_) - 1):  # the leanest of its level: if that is too much, so are the others
+            continue
+        chosen = next(i for i in range(len(configs_)) if fits(level, i))
+        config, its = configs_[chosen], found[places.index((level, chosen))]
+        batch = largest_batch(model, input_shape, usable, config, precision, optimizer, loss=loss)
+        return Plan(config, its, tried(), batch, total, usable)
+
+    least = min(tried(), key=lambda candidate: candidate.peak)
+    batch = largest_batch(model, input_shape, usable, least.config, precision, optimizer, loss=loss)
+    raise DoesNotFitError(
+        f"does not fit in {mib(total)} ({mib(usable)} without the headroom): the least possible is {mib(least.peak)}, "
+        f"with {describe(least.config)}; "
+        + (f"the largest batch with that is {batch}" if batch else "not even a batch of 1 fits"),
+        tried(),
+    )
+
+
+def largest_batch(
+    model: Model,
+    input_shape: Sequence[int],
+    memory: int | str,
+    config: Config = None,
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+    *,
+    loss: Loss | None = None,
+) -> int:
+    """The largest batch whose predicted peak is within the memory, 0 if none is. ``input_shape[0]`` is a start."""
+    usable, model = parse_size(memory), build(model)
+    rest = tuple(input_shape[1:])
+
+    def peak(batch: int) -> int:
+        return estimate(model, (batch, *rest), config, precision, optimizer, loss=loss).peak
+
+    return largest_within(peak, usable, max(1, input_shape[0]))
+
+
+def largest_within(peak: Callable[[int], int], usable: int, start: int) -> int:
+    """The largest n with ``peak(n) <= usable``. Peaks are nearly affine in n: guesses are where a line through the last
+    two points ends, kept between what is known to fit and what is known not to; every third halves that range."""
+    low, high = 0, 1 << 24
+    (n0, p0), (n1, p1) = (start, peak(start)), (2 * start, peak(2 * start))
+    for n, p in ((n0, p0), (n1, p1)):
+        low, high = (max(low, n), high) if p <= usable else (low, min(high, n))
+    steps = 0
+    while high - low > 1:
+        steps += 1
+        line = n1 + math.floor((usable - p1) * (n1 - n0) / (p1 - p0)) if p1 != p0 else 2 * n1
+        guess = (low + high) // 2 if steps % 3 == 0 else min(max(line, low + 1), high - 1)
+        (n0, p0), (n1, p1) = (n1, p1), (guess, peak(guess))
+        low, high = (guess, high) if p1 <= usable else (low, guess)
+    return low

@@ -1,0 +1,201 @@
+"""Plans: sizes, the order of preference, the choice, the largest batch, what does not fit."""
+
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import torchsbp
+from torchsbp import SBPConfig
+from torchsbp.memory import DoesNotFitError, largest_batch
+from torchsbp.memory.estimating import describe
+from torchsbp.memory.planning import Candidate, largest_within, levels
+from torchsbp.memory.sizes import mib, parse_size
+
+from .families import tiny_convnext, tiny_vit
+
+SHAPE = (64, 3, 64, 96)
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [("16GiB", 16 * GIB), ("16 GB", 16 * 10**9), ("8000MiB", 8000 * 2**20), ("1.5gib", 3 * GIB // 2), ("512", 512),
+     (1024, 1024), (1e9, 10**9), (" 2 TiB ", 2 * 2**40)],
+)  # fmt: skip
+def test_sizes_are_read(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["16 gigs", "GiB", "", "-3GiB", "16GiB/2", "1e", "inf"])
+def test_other_sizes_are_refused(text):
+    with pytest.raises(
+        ValueError, match=r"size .* is not understood; write a number and a unit, '16GiB'; units: B, KB"
+    ):
+        parse_size(text)
+
+
+def test_nothing_is_no_size():
+    with pytest.raises(ValueError, match="allowed: sizes above 0"):
+        parse_size("0GiB")
+    with pytest.raises(TypeError, match="a number of bytes or a text such as '16GiB', got None"):
+        parse_size(None)
+    assert (mib(3 * 2**19), mib(4 * GIB)) == ("1.5 MiB", "4096 MiB")
+
+
+def test_the_order_of_preference():
+    """Exact gradients first; then rule "query" at falling ratios, all blocks, rule "qkv". Less recomputation first."""
+    assert [describe(level[0]) for level in levels(tiny_vit())] == [
+        "full",
+        "exact lean, saved",
+        "checkpoint",
+        "sbp query r=0.75, saved",
+        "sbp query r=0.5, saved",
+        "sbp query r=0.25, saved",
+        "sbp query r=0.5, all blocks, saved",
+        "sbp query r=0.25, all blocks, saved",
+        "sbp query r=0.1, all blocks, saved",
+        "sbp qkv r=0.25, all blocks, saved",
+        "sbp qkv r=0.1, all blocks, saved",
+    ]
+    assert [config.recompute for config in levels(tiny_vit())[1]] == [False, 0.25, 0.5, 0.75, True]
+
+
+def test_the_order_for_models_without_attention_and_without_sbp():
+    assert [describe(level[-1]) for level in levels(tiny_convnext())][-1] == "sbp query r=0.1, all blocks, recomputed"
+    assert levels(timm.create_model("resnet18")) == [["full"], ["checkpoint"]]
+    assert levels(tiny_vit(proj_drop_rate=0.5)) == [["full"], ["checkpoint"]]  # inner dropout is not supported
+
+
+@pytest.fixture(scope="module")
+def peaks() -> dict[str, tuple]:
+    """Of a tiny ViT: configuration in words -> (configuration, peak)."""
+    configs = [config for level in levels(tiny_vit()) for config in level]
+    return {describe(c): (c, torchsbp.estimate(tiny_vit, SHAPE, c).peak) for c in configs[:7] + configs[12:13]}
+
+
+@pytest.mark.parametrize(
+    "budget, chosen",
+    [
+        ("full", "full"),
+        ("exact lean, saved", "exact lean, saved"),
+        ("exact lean, 50% recomputed", "exact lean, 50% recomputed"),
+        ("exact lean, recomputed", "exact lean, recomputed"),
+    ],
+)
+def test_the_first_that_fits_is_chosen(peaks, budget, chosen):
+    """With exactly the memory of a configuration, and nothing better that needs as little."""
+    found = torchsbp.plan(tiny_vit, SHAPE, peaks[budget][1], headroom=0)
+    assert describe(found.config) == chosen
+    assert found.estimate.peak == peaks[chosen][1] == found.usable
+    names = [describe(candidate.config) for candidate in found.tried]
+    before = found.tried[: names.index(chosen)]
+    assert before == [c for c in found.tried if not c.fits]
+    assert f"{chosen}" in str(found)
+    assert "← chosen" in str(found)
+
+
+def test_sampling_comes_when_nothing_exact_fits(peaks):
+    exact = min(peak for name, (_, peak) in peaks.items() if not name.startswith("sbp"))
+    found = torchsbp.plan(tiny_vit, SHAPE, exact - 1, headroom=0)
+    assert found.config.keep_ratio < 1
+    assert found.config.attention == "query"
+    assert found.estimate.peak < exact
+    assert f"torchsbp.apply(model, keep_ratio={found.config.keep_ratio}" in str(found)
+
+
+def test_headroom_is_left(peaks):
+    found = torchsbp.plan(tiny_vit, SHAPE, int(peaks["full"][1] * 1.01), headroom=0.02)
+    assert describe(found.config) != "full"
+    assert found.usable == int(found.memory * 0.98)
+    with pytest.raises(ValueError, match=r"headroom=1 is not allowed; allowed: a number in \[0, 1\)"):
+        torchsbp.plan(tiny_vit, SHAPE, "1GiB", headroom=1)
+
+
+def test_own_configurations_replace_the_order(peaks):
+    wanted = SBPConfig(keep_ratio=0.25)
+    found = torchsbp.plan(tiny_vit, SHAPE, "1GiB", configs=[wanted, "full"])
+    assert found.config == wanted
+    assert [candidate.config for candidate in found.tried] == [wanted]
+
+
+def test_what_does_not_fit_says_what_the_least_is(peaks):
+    with pytest.raises(DoesNotFitError, match=r"does not fit in 70.0 MiB \(63.0 MiB without the headroom\)") as error:
+        torchsbp.plan(tiny_vit, SHAPE, "70MiB")
+    least = min(error.value.tried, key=lambda candidate: candidate.peak)
+    assert f"the least possible is {mib(least.peak)}, with {describe(least.config)}" in str(error.value)
+    assert "not even a batch of 1 fits" in str(error.value)
+    with pytest.raises(DoesNotFitError, match=r"the largest batch with that is [1-9]\d*$"):
+        torchsbp.plan(tiny_vit, SHAPE, "75MiB", configs=["full"], headroom=0)
+
+
+def test_the_largest_batch_fits_and_the_next_does_not():
+    config, memory = SBPConfig(keep_ratio=0.5), 200 * 2**20
+    batch = largest_batch(tiny_vit, SHAPE, memory, config)
+    peaks = [torchsbp.estimate(tiny_vit, (b, *SHAPE[1:]), config).peak for b in (batch, batch + 1)]
+    assert peaks[0] <= memory < peaks[1]
+    assert torchsbp.plan(tiny_vit, SHAPE, memory, configs=[config], headroom=0).largest_batch == batch
+
+
+@pytest.mark.parametrize(
+    "peak, largest",
+    [
+        (lambda n: 10 * n, 100),
+        (lambda n: 500 + n, 500),
+        (lambda n: 2000 + n, 0),
+        (lambda n: max(3 * n, 500 + n), 333),
+        (lambda n: 7 * n - n % 5, 143),
+    ],
+)
+def test_the_search_takes_few_steps(peak, largest):
+    asked = []
+    assert largest_within(lambda n: asked.append(n) or peak(n), 1000, 8) == largest
+    assert len(asked) <= 20
+    assert len(set(asked)) == len(asked)
+
+
+def test_a_plan_can_be_written_down():
+    found = torchsbp.plan(nn_chain, (8, 16), "1GiB").to_dict()
+    assert found["config"] == "full"
+    assert found["tried"] == [{"config": "full", "peak": found["estimate"]["peak"], "fits": True}]
+    assert found["options"] == {}
+
+
+def nn_chain() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def test_models_on_the_meta_device_are_planned():
+    with torch.device("meta"):
+        model = tiny_vit()
+    assert torchsbp.plan(model, SHAPE, "1GiB").config == "full"
+
+
+def test_the_benchmark_compares_what_the_issue_asks_for(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    bench = importlib.import_module("memory")
+    args = SimpleNamespace(models=list(bench.BATCHES), batch=None, device="cpu", memory=["8GiB", "1GiB"], batches=[256])
+    jobs = list(bench.peak_jobs(args))
+    assert {job.model for job in jobs} == set(bench.BATCHES)
+    assert [describe(job.config) for job in jobs if "swin" in job.model] == ["full"]
+    assert sum(job.model == "convnext_base" for job in jobs) == 5
+    lean = [SBPConfig(keep_ratio=1.0, recompute=share) for share in (0.5, 0.75)]
+
+    def plan(build, shape, memory):
+        if memory == "1GiB":
+            raise DoesNotFitError("does not fit", [])
+        return SimpleNamespace(config=lean[1], tried=[Candidate(c, 0, True) for c in lean], largest_batch=300)
+
+    monkeypatch.setattr(bench, "plan", plan)
+    (chosen, job), (before, job_before), (nothing, no_job) = bench.plan_jobs(args)
+    assert (chosen["role"], before["role"], nothing["method"]) == ("chosen", "before", "none")
+    assert (job.memory, describe(job.config)) == (8 * GIB, "exact lean, 75% recomputed")
+    assert describe(job_before.config) == "exact lean, 50% recomputed"
+    assert no_job is None
+    row = {**jobs[0].names, "predicted MiB": 90.0, "peak MiB": 100.0, "error of prediction": -0.1}
+    assert bench.markdown([row]).endswith("| vit_tiny_patch16_224, 256 | full | 90 MiB | 100 MiB | -10.0% |")
+    assert "predicted       90 MiB  measured      100 MiB   -10.0%" in bench.show(row)
