@@ -2,13 +2,15 @@
 
 python examples/demo.py [--seed 0] [--epochs 6] [--keep-ratio 0.5] [--out runs/demo]
 
-About a minute on a CPU. Prints a table; saves it as results.json, with a picture of the kept patches, in runs/demo.
+About a minute on a CPU. It is `torchsbp train digits` twice, and `torchsbp report`: prints a table; saves it as
+results.json, a picture of the kept patches and an HTML page, with both runs, in runs/demo.
 """
 
 import argparse
 import json
+import shutil
+import sys
 from collections.abc import Sequence
-from copy import deepcopy
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,71 +19,49 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure, SubFigure
 from torch import Tensor, nn
-from tqdm import tqdm
 
-import digits
 import torchsbp
-from digits import PATCH, SIZE, Run
+from torchsbp import report
+from torchsbp.train.cli import parse, train
+from torchsbp.train.distributed import Processes
+from torchsbp.train.loop import Trainer
 
-TRAIN, BATCH = 1400, 32  # the images after the first 1400 are for testing
+SIZE, PATCH, BATCH = 32, 4, 32  # as in the recipe
 COLOURS = ("#0072B2", "#D55E00")  # full backprop and SBP; the colour-blind can tell them apart
 KEPT = (1.0, 0.75, 0.35)
 
 Row = dict[str, Any]
 
 
-def prepare(keep_ratio: float, steps: int) -> list[Run]:
-    """Full backprop and SBP, from the same weights."""
-    full = digits.vit()
-    sampled = torchsbp.apply(deepcopy(full), keep_ratio=keep_ratio)
-    return [Run("full backprop", full, steps), Run(f"SBP, r = {keep_ratio:g}", sampled, steps)]
+def prepare(*options: str) -> Trainer:
+    """The recipe's model, data and SBP, without training."""
+    return Trainer(parse("train", ["digits", *options]), Processes(torch.device("cpu")))
 
 
-def saved_bytes(model: nn.Module, images: Tensor) -> int:
-    """What a training forward keeps for the backward pass: each storage once, without the parameters."""
-    sizes: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model(images)  # its graph holds all that is saved, so that no address is used twice
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    del output
-    return sum(size for address, size in sizes.items() if address not in parameters)
+def saved_mib(trainer: Trainer) -> float:
+    """What a training forward keeps for the backward pass."""
+    trainer.model.train()
+    trainer.forward(0, trainer.task.prepare(next(trainer.batches()), training=True))
+    assert trainer.saved.mib is not None
+    return trainer.saved.mib
 
 
-def train(runs: list[Run], images: Tensor, labels: Tensor, epochs: int) -> None:
-    """The runs take turns at every batch: they see the same data, and their times the same load of the machine."""
-    steps = TRAIN // BATCH
-    with tqdm(total=epochs * steps, unit="step", dynamic_ncols=True) as bar:
-        for _ in range(epochs):
-            for batch in torch.randperm(TRAIN).split(BATCH)[:steps]:
-                for run in runs:
-                    run.step(images[batch], labels[batch])
-                bar.set_postfix_str("; ".join(run.progress() for run in runs), refresh=False)
-                bar.update()
-            for run in runs:
-                run.test(images[TRAIN:], labels[TRAIN:])
-        bar.set_postfix_str("; ".join(run.progress() for run in runs))
-
-
-def results(runs: list[Run], saved: list[int]) -> list[Row]:
-    return [
-        {
-            "name": run.name,
-            "test_accuracy": run.accuracies[-1],
-            "saved_mib": size / 2**20,
-            "saved_ratio": size / saved[0],
-            "step_ms": 1000 * median(run.seconds),
-            "step_ratio": median(run.seconds) / median(runs[0].seconds),
-            "test_accuracies": run.accuracies,
-            "losses": run.losses,
+def results(names: Sequence[str], folders: Sequence[Path]) -> list[Row]:
+    rows: list[Row] = []
+    for name, folder in zip(names, folders, strict=True):
+        run = report.read(folder)
+        row = {
+            "name": name,
+            "test_accuracy": run.curve("valid", "top1")[-1][1] / 100,
+            "saved_mib": run.memory(),
+            "step_ms": 1000 * median(BATCH / rate for _, rate in run.curve("train", "images_per_s")),
+            "test_accuracies": [top1 / 100 for _, top1 in run.curve("valid", "top1")],
+            "losses": [loss for _, loss in run.curve("train", "loss")],
         }
-        for run, size in zip(runs, saved, strict=True)
-    ]
+        first = rows[0] if rows else row
+        row |= {"saved_ratio": row["saved_mib"] / first["saved_mib"], "step_ratio": row["step_ms"] / first["step_ms"]}
+        rows.append(row)
+    return rows
 
 
 def table(rows: list[Row]) -> str:
@@ -105,8 +85,9 @@ def shade(images: Tensor, kept: Tensor) -> np.ndarray:
 def draw_patches(figure: SubFigure, model: nn.Module, images: Tensor, steps: int) -> None:
     """The images and what the masks of the first training steps keep of them."""
     columns = {"digit": -images[:, 0].numpy()}
-    torchsbp.set_step(model, 1)  # mask 0 went to saved_bytes
+    model.train()
     for step in range(1, 1 + steps):
+        torchsbp.set_step(model, step - 1)
         model(images)
         kept = next(iter(torchsbp.kept(model).values()))  # one mask for all sampled blocks
         columns[f"step {step}"] = shade(images, kept)
@@ -153,24 +134,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.epochs < 1:
         parser.error(f"--epochs must be at least 1, found {options.epochs}")
     torch.set_num_threads(1)  # the same sums on every machine, and no waiting for threads on a busy one
-    torch.manual_seed(options.seed)
-    images, labels = digits.load()
+    common = [f"--seed={options.seed}", f"--epochs={options.epochs}", "--log.every_steps=1"]
+    common.append(f"--schedule.warmup_epochs={min(1, options.epochs - 1)}")
+    sampling = ["--sbp.preset=default", f"--sbp.keep_ratio={options.keep_ratio}"]
     try:
-        runs = prepare(options.keep_ratio, options.epochs * (TRAIN // BATCH))
-        saved = [saved_bytes(run.model, images[:BATCH]) for run in runs]
+        sampled = prepare(*common, *sampling)
+        saved_mib(sampled)
     except ValueError as error:
         parser.error(str(error))
-    exact = saved_bytes(torchsbp.apply(deepcopy(runs[0].model), keep_ratio=1.0), images[:BATCH])
-    options.out.mkdir(parents=True, exist_ok=True)
+    exact = saved_mib(prepare(*common, "--sbp.preset=default", "--sbp.keep_ratio=1.0"))
 
-    train(runs, images, labels, options.epochs)
-    rows = results(runs, saved)
+    names = ["full backprop", f"SBP, r = {options.keep_ratio:g}"]
+    folders = [options.out / "full", options.out / "sbp"]
+    for name, folder, method in zip(names, folders, ([], sampling), strict=True):
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier demo
+        print(f"{name}: torchsbp train digits {' '.join([*common, *method])} --out={folder}", file=sys.stderr)
+        code = train(["digits", *common, *method, f"--out={folder}"])
+        if code:
+            raise SystemExit(code)
+    rows = results(names, folders)
     print(table(rows))
-    print(f"saved activations without sampling (keep_ratio=1: exact gradients, recomputation): {exact / 2**20:.2f} MiB")
+    print(f"saved activations without sampling (keep_ratio=1: exact gradients, recomputation): {exact:.2f} MiB")
     (options.out / "results.json").write_text(json.dumps(rows, indent=1))
-    shown = [TRAIN + labels[TRAIN:].tolist().index(digit) for digit in (3, 6, 9)]
-    draw(options.out / "kept.png", rows, runs[1].model, images[shown])
-    print(f"picture: {options.out / 'kept.png'}")
+    draw(options.out / "kept.png", rows, sampled.model, shown(sampled))
+    page = options.out / "report.html"
+    page.write_text(report.html([report.read(folder) for folder in folders], "Digits"), encoding="utf-8")
+    print(f"picture: {options.out / 'kept.png'}\npage: {page}")
+
+
+def shown(trainer: Trainer) -> Tensor:
+    """A three, a six and a nine."""
+    data = trainer.task.valid_data
+    labels = [data.images[i][1] for i in range(len(data))]
+    batch = trainer.task.collate([data[0, labels.index(digit)] for digit in (3, 6, 9)])
+    return trainer.task.prepare(batch, training=False)[0]
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ from types import ModuleType
 import pytest
 import torch
 
+from torchsbp.train import sources
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
-STEPS, IMAGES = 6, 256  # 6 steps of 32 images; 64 are left for testing
+STEPS, IMAGES = 6, 192  # 6 steps of 32 images
 
 Results = list[dict]
 
@@ -20,11 +22,14 @@ def demo() -> Iterator[ModuleType]:
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLES))
-        module = importlib.import_module("demo")
-        images, labels = module.digits.load()
-        patch.setattr(module, "TRAIN", STEPS * module.BATCH)
-        patch.setattr(module.digits, "load", lambda: (images[:IMAGES], labels[:IMAGES]))
-        yield module
+        whole = sources.digits
+
+        def few(train: bool, mode: str) -> sources.Arrays:
+            images = whole(train, mode)
+            return sources.Arrays("digits", images.images[:IMAGES], images.labels[:IMAGES], 10, mode)
+
+        patch.setattr(sources, "digits", few)
+        yield importlib.import_module("demo")
     torch.set_num_threads(threads)
 
 
@@ -65,12 +70,6 @@ def test_memory_is_saved(first: tuple[Path, Results]) -> None:
     assert sampled["saved_mib"] / full["saved_mib"] == sampled["saved_ratio"] < 0.3
 
 
-def test_saved_bytes_count_a_storage_once_and_no_parameters(demo: ModuleType) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-    floats = 3 * 4 + 3 * 8  # the input, and tanh's output, which two layers save
-    assert demo.saved_bytes(model, torch.randn(3, 4)) == 4 * floats
-
-
 def test_same_result_for_the_same_seed(run: Callable[[], tuple[Path, Results]], first: tuple[Path, Results]) -> None:
     _, again = run()
     for before, after in zip(first[1], again, strict=True):
@@ -84,6 +83,12 @@ def test_picture(first: tuple[Path, Results]) -> None:
     width, height = (int.from_bytes(picture[start : start + 4], "big") for start in (16, 20))
     assert (width, height) == (1200, 960)
     assert len(picture) > 20_000
+
+
+def test_page(first: tuple[Path, Results]) -> None:
+    page = (first[0] / "report.html").read_text()
+    assert page.count("<svg") == 6
+    assert (first[0] / "sbp" / "checkpoints" / "best.pt").exists()
 
 
 def test_shade_marks_kept_patches(demo: ModuleType) -> None:

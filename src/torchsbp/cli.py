@@ -12,7 +12,7 @@ class Command(NamedTuple):
     function: str
     purpose: str
 
-    def load(self) -> Callable[[Sequence[str]], object]:
+    def load(self) -> Callable[[list[str]], int | None]:
         module, _, name = self.function.partition(":")
         return getattr(import_module(module), name)
 
@@ -20,6 +20,9 @@ class Command(NamedTuple):
 COMMANDS = {
     "profile": Command("torchsbp.memory.commands:profile", "memory of a training step, by method and by block"),
     "plan": Command("torchsbp.memory.commands:plan", "the configuration that fits a memory budget"),
+    "train": Command("torchsbp.train.cli:train", "train from a recipe"),
+    "eval": Command("torchsbp.train.cli:evaluate", "evaluate a run or weights"),
+    "report": Command("torchsbp.report:main", "tables, curves and a page from runs"),
 }
 """A new command is one more line; its function raises ValueError with a message for the user if it is misused."""
 
@@ -39,11 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"torchsbp: unknown command {name!r}\n{usage()}", file=sys.stderr)
         return 2
     try:
-        COMMANDS[name].load()(rest)
+        return COMMANDS[name].load()(rest) or 0
     except (ValueError, TypeError, OSError) as error:
         print(f"torchsbp {name}: {error}", file=sys.stderr)
         return 2
-    return 0
+    except ModuleNotFoundError as error:
+        print(f"torchsbp {name}: {error}; pip install 'torchsbp[train]' has everything", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

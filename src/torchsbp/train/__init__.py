@@ -1,0 +1,1 @@
+"""Training: one loop for every task. Imported by its commands only; needs the extra ``torchsbp[train]``."""

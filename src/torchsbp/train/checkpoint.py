@@ -1,0 +1,114 @@
+"""Checkpoint files: whole or not there. Written beside, synced, renamed; read without unpickling code."""
+
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from .errors import CheckpointError
+
+FORMAT = "torchsbp checkpoint 1"
+STEP = "step-{:010d}.pt"
+BEST = "best.pt"
+
+
+def replace_file(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+    """Write a file so that at any moment the old or the new one is there, complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+        sync_folder(path.parent)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The content of a file of torch.save."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"no checkpoint at {path}") from error
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{path} can't be read: it is truncated, or no checkpoint ({reason})") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a checkpoint")
+    return content
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint of a run of ours."""
+    content = read(path)
+    if content.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} was not written by torchsbp train (format {content.get('format')!r}, expected {FORMAT!r}); "
+            "to begin from its weights set task.model.weights instead of resume"
+        )
+    return content
+
+
+class Folder:
+    """The checkpoints of a run: the last ones by step, and the best."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+
+    def steps(self) -> list[Path]:
+        return sorted(self.folder.glob("step-*.pt"))
+
+    def save(self, content: dict[str, Any], step: int, best: bool) -> None:
+        path = self.folder / STEP.format(step)
+        try:
+            replace_file(path, lambda file: torch.save({"format": FORMAT, **content}, file))
+            if best:
+                self.mark_best(step)
+        except (OSError, RuntimeError) as error:
+            cause = error.__context__ if isinstance(error.__context__, OSError) else error
+            good = next((str(p) for p in reversed(self.steps()) if p != path), "none")
+            raise CheckpointError(f"{path} can't be written: {cause}. The last good checkpoint: {good}") from error
+        for old in self.steps()[: -self.keep]:
+            old.unlink(missing_ok=True)
+
+    def mark_best(self, step: int) -> None:
+        """The best is a second name of that file."""
+        temporary = self.folder / f".{BEST}.tmp"
+        temporary.unlink(missing_ok=True)
+        os.link(self.folder / STEP.format(step), temporary)
+        os.replace(temporary, self.folder / BEST)
+        sync_folder(self.folder)
+
+    def clean(self) -> None:
+        """Remove what a killed process was writing."""
+        for left in (*self.folder.glob(".*.tmp"),):
+            left.unlink(missing_ok=True)
+
+    def newest(self, warn: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
+        """The newest checkpoint that can be read; None if there is no file at all."""
+        paths = self.steps()
+        for path in reversed(paths):
+            try:
+                return path, read_run(path)
+            except CheckpointError as error:
+                warn(f"{error}; trying the one before")
+        if paths:
+            raise CheckpointError(f"none of the {len(paths)} checkpoints in {self.folder} can be read")
+        return None

@@ -1,0 +1,222 @@
+"""Image classification: a timm model, labelled images, timm's augmentation, cross entropy, top-1 and top-5."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import timm
+import torch
+import torch.nn.functional as F
+from timm.data import Mixup, create_transform
+from timm.data.loader import fast_collate
+from timm.data.random_erasing import RandomErasing
+from torch import Tensor, nn
+from torchvision.transforms import RandomCrop
+
+from .data import Samples
+from .distributed import all_sum
+from .errors import DataError
+from .sources import open_images
+from .weights import load_weights
+
+Batch = tuple[Tensor, Tensor]
+"""images, and class numbers or mixed targets"""
+
+
+@dataclass
+class Model:
+    """timm's ``create_model``."""
+
+    name: str = "vit_tiny_patch16_224"
+    options: dict[str, Any] = field(default_factory=dict)
+    """further arguments, such as embed_dim or ls_init_value"""
+    drop_path: float = 0.0
+    """stochastic depth"""
+    init: dict[str, float] = field(default_factory=dict)
+    """parameters to draw from a normal distribution of this standard deviation, such as {pos_embed: 1.0}"""
+    pretrained: bool = False
+    """timm's published weights (needs the internet)"""
+    weights: Path | None = None
+    """begin from these: a checkpoint of ours, or safetensors or a state dict of the same timm model"""
+    new_head: bool = False
+    """leave the classifier out of weights, for other classes"""
+
+
+@dataclass
+class Data:
+    source: Literal["folder", "shards", "cifar10", "cifar100", "digits"] = "folder"
+    root: Path = Path("data")
+    train: str = "train"
+    """the folder, or the shards' pattern (*.tar), below root"""
+    valid: str = "val"
+    classes: int | None = None
+    """needed for shards; otherwise checked if given"""
+    size: int = 224
+    channels: Literal[1, 3] = 3
+    mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
+    std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
+    crop_pct: float = 0.875
+    """evaluation: the share of the resized image that is cropped"""
+    workers: int = 8
+    """processes that read images, for each process that trains"""
+
+    def __post_init__(self) -> None:
+        if not len(self.mean) == len(self.std) == self.channels:
+            raise ValueError(f"mean {self.mean} and std {self.std} need one number per channel, {self.channels}")
+
+
+@dataclass
+class Augment:
+    """timm's ``create_transform``, ``Mixup`` and ``RandomErasing``."""
+
+    crop: Literal["resized", "pad", "none"] = "resized"
+    """resized: random size and aspect; pad: shift by an eighth; none: as in evaluation, and no flip"""
+    scale: tuple[float, float] = (0.08, 1.0)
+    hflip: float = 0.5
+    auto_augment: str | None = None
+    color_jitter: float = 0.4
+    """without auto_augment"""
+    interpolation: str = "bicubic"
+    erase: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    smoothing: float = 0.0
+
+
+@dataclass
+class Classification:
+    """Classify images."""
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    augment: Augment = field(default_factory=Augment)
+
+    def start(self, seed: int) -> "ImageClassifier":
+        return ImageClassifier(self, seed)
+
+
+class ImageClassifier:
+    metric = "top1"
+    collate: Callable[[list[Any]], Any] = staticmethod(fast_collate)
+
+    def __init__(self, config: Classification, seed: int) -> None:
+        self.config = config
+        data, augment = config.data, config.augment
+        mode = "L" if data.channels == 1 else "RGB"
+        train, valid = (
+            open_images(data.source, data.root, part, part is data.train, data.classes, mode)
+            for part in (data.train, data.valid)
+        )
+        if train.classes != valid.classes or getattr(train, "names", None) != getattr(valid, "names", None):
+            raise DataError(
+                f"training data have {train.classes} classes and validation data {valid.classes}, or other names: "
+                "both need the same class folders"
+            )
+        self.classes = train.classes
+        self.train_data = Samples(train, train_transform(data, augment), seed)
+        self.valid_data = Samples(valid, eval_transform(data, augment), seed)
+        self.mix = None
+        if augment.mixup > 0 or augment.cutmix > 0:
+            self.mix = Mixup(
+                mixup_alpha=augment.mixup,
+                cutmix_alpha=augment.cutmix,
+                label_smoothing=augment.smoothing,
+                num_classes=self.classes,
+            )
+        self.to(torch.device("cpu"), torch.contiguous_format)
+
+    def check(self, micro_batch: int) -> None:
+        if self.mix is not None and micro_batch % 2:
+            raise ValueError(f"mixup and cutmix mix pairs: images per forward must be even, found {micro_batch}")
+
+    def model(self) -> nn.Module:
+        config = self.config.model
+        given = config.options.get("num_classes", self.classes)
+        if given != self.classes:
+            raise DataError(f"model.options.num_classes is {given}, but the data have {self.classes} classes")
+        options = {"in_chans": self.config.data.channels, "drop_path_rate": config.drop_path, **config.options}
+        options["num_classes"] = self.classes
+        try:
+            model: nn.Module = timm.create_model(config.name, pretrained=config.pretrained, **options)
+        except (RuntimeError, TypeError) as error:  # an unknown name, or an option that this model does not have
+            raise ValueError(f"task.model.name {config.name} with {options}: {error}") from error
+        for name, deviation in config.init.items():
+            parameters = dict(model.named_parameters())
+            if name not in parameters:
+                raise ValueError(f"task.model.init: {config.name} has no parameter {name!r}")
+            nn.init.normal_(parameters[name], std=deviation)
+        if config.weights is not None:
+            load_weights(model, config.weights, new_head=config.new_head)
+        return model
+
+    def to(self, device: torch.device, memory_format: torch.memory_format) -> None:
+        data, augment = self.config.data, self.config.augment
+        self.device, self.memory_format = device, memory_format
+        self.mean = 255 * torch.tensor(data.mean, device=device).view(-1, 1, 1)
+        self.std = 255 * torch.tensor(data.std, device=device).view(-1, 1, 1)
+        self.erase = RandomErasing(augment.erase, mode="pixel", device=str(device)) if augment.erase > 0 else None
+
+    def prepare(self, batch: Batch, training: bool) -> Batch:
+        pixels, labels = (part.to(self.device, non_blocking=True) for part in batch)
+        images = ((pixels.float() - self.mean) / self.std).contiguous(memory_format=self.memory_format)
+        if training and self.erase is not None:
+            images = self.erase(images)
+        if training and self.mix is not None:
+            return self.mix(images, labels)
+        return images, labels
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        images, targets = batch
+        smoothing = 0.0 if targets.is_floating_point() else self.config.augment.smoothing  # mixed ones are smooth
+        return F.cross_entropy(model(images).float(), targets, label_smoothing=smoothing)
+
+    def evaluator(self) -> "Accuracy":
+        return Accuracy(self.device)
+
+
+class Accuracy:
+    """top-1 and top-5 in percent, and the loss, over all processes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, top-1, top-5, images
+
+    def update(self, model: nn.Module, batch: Batch, valid: int) -> None:
+        images, labels = batch
+        logits, labels = model(images)[:valid].float(), labels[:valid]
+        rank = (logits > logits.gather(1, labels[:, None])).sum(1)  # how many classes are ahead of the right one
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        # A model that gives NaN has nothing ahead of the right class, and is wrong all the same.
+        finite = logits.isfinite().all(1)
+        self.sums += torch.stack(
+            [loss, (finite & (rank < 1)).sum(), (finite & (rank < 5)).sum(), loss.new_tensor(valid)]
+        )
+
+    def result(self) -> dict[str, float]:
+        loss, top1, top5, images = all_sum(self.sums).tolist()
+        return {"loss": loss / images, "top1": 100 * top1 / images, "top5": 100 * top5 / images}
+
+
+def train_transform(data: Data, augment: Augment) -> Callable[[Any], Any]:
+    """Up to uint8 pixels; the rest is done on the device, for a batch at a time."""
+    if augment.crop == "none":
+        return eval_transform(data, augment)
+    transform = create_transform(
+        data.size,
+        is_training=True,
+        scale=augment.scale,
+        hflip=augment.hflip,
+        color_jitter=augment.color_jitter,
+        auto_augment=augment.auto_augment,
+        interpolation=augment.interpolation,
+        mean=tuple(data.mean),
+        std=tuple(data.std),
+        use_prefetcher=True,
+    )
+    if augment.crop == "pad":
+        transform.transforms[0] = RandomCrop(data.size, padding=data.size // 8)
+    return transform
+
+
+def eval_transform(data: Data, augment: Augment) -> Callable[[Any], Any]:
+    return create_transform(data.size, crop_pct=data.crop_pct, interpolation=augment.interpolation, use_prefetcher=True)

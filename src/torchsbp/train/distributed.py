@@ -1,0 +1,95 @@
+"""One process or many: started by torchrun, found in its environment variables."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among all."""
+
+    device: torch.device
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+
+@contextmanager
+def processes(device: str) -> Iterator[Processes]:
+    """Join the others, if torchrun started this one; leave them at the end."""
+    kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but torch finds no GPU; use --device cpu")
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        yield Processes(torch.device(kind))
+        return
+    here = torch.device(kind)
+    if kind == "cuda":
+        here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(here)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    try:
+        yield Processes(here, dist.get_rank(), world)
+    finally:
+        dist.destroy_process_group()
+
+
+def together() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def all_sum(x: Tensor) -> Tensor:
+    """The sum over processes."""
+    if together():
+        x = x.clone()
+        dist.all_reduce(x)
+    return x
+
+
+def any_of(flag: bool) -> bool:
+    """Whether it is true in any process; over the CPU, so that no GPU is waited for."""
+    return bool(all_sum(torch.tensor(int(flag)))) if together() else flag
+
+
+def gather(value: Any) -> list[Any]:
+    """The value of every process, everywhere."""
+    if not together():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def barrier() -> None:
+    any_of(False)
+
+
+def shard(model: nn.Module, device: torch.device) -> None:
+    """FSDP2: every block of the model on its own, then the rest."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    # Patched blocks read the parameters of their parts: shard whole blocks, nothing inside them.
+    for block in [m for m in model.modules() if type(m).__name__.endswith("Block")]:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def synchronised(model: nn.Module, last: bool) -> Any:
+    """Gradients are exchanged in the last forward of an update only."""
+    if isinstance(model, nn.parallel.DistributedDataParallel) and not last:
+        return model.no_sync()
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+    return nullcontext()

@@ -1,0 +1,108 @@
+"""What a run records: one JSON line per event in metrics.jsonl, and the same to TensorBoard and W&B if asked."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .checkpoint import replace_file
+
+FILE = "metrics.jsonl"
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The complete lines; a killed process may have left half of one."""
+    lines = []
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            continue
+    return lines
+
+
+class Metrics:
+    """Appends to a run's record. A line: kind (run, train, valid, end), step, and what there is to say."""
+
+    def __init__(self, out: Path, step: int, config: dict[str, Any], tensorboard: bool, wandb: str | None) -> None:
+        self.path = out / FILE
+        if self.path.exists():  # resumed: what came after this step happens again
+            kept = [line for line in read_lines(self.path) if line["step"] <= step and line["kind"] != "end"]
+            text = "".join(json.dumps(line) + "\n" for line in kept)
+            replace_file(self.path, lambda file: file.write(text.encode()))
+        self.file = self.path.open("a")
+        self.writer = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1 if step else None)
+        self.run: Any = None
+        if wandb:
+            self.run = import_module("wandb").init(
+                project=wandb, name=out.name, id=out.name, config=config, resume="allow"
+            )
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        self.file.flush()
+        numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, int | float)}
+        if self.writer is not None:
+            for name, value in numbers.items():
+                self.writer.add_scalar(name, value, step)
+            self.writer.flush()
+        if self.run is not None:
+            self.run.log(numbers, step=step)
+
+    def close(self) -> None:
+        self.file.close()
+        if self.writer is not None:
+            self.writer.close()
+        if self.run is not None:
+            self.run.finish()
+
+
+class SavedBytes:
+    """What autograd saves while it is entered: each storage once, without the parameters."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+
+    @contextmanager
+    def counting(self, model: nn.Module) -> Iterator[None]:
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            self.sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor.detach()  # itself, it could hold its own graph
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+        for parameter in model.parameters():
+            self.sizes.pop(parameter.untyped_storage().data_ptr(), None)
+
+    @property
+    def mib(self) -> float | None:
+        return sum(self.sizes.values()) / 2**20 if self.sizes else None
+
+
+class Clock:
+    """Seconds of training, without evaluation and checkpoints; goes on after resuming."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.since: float | None = None
+
+    def start(self) -> None:
+        if self.since is None:
+            self.since = time.perf_counter()
+
+    def stop(self) -> float:
+        if self.since is not None:
+            self.seconds += time.perf_counter() - self.since
+            self.since = None
+        return self.seconds

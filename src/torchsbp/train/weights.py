@@ -1,0 +1,78 @@
+"""Weights in and out: to begin from, and to give to others as safetensors that plain timm loads."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from .checkpoint import read, replace_file
+from .errors import CheckpointError
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The weights of a safetensors file, of a checkpoint of ours (the average, if there is one), of a state dict."""
+    if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"weights {path} can't be read: {error}") from error
+    content = read(path)
+    for key in ("ema", "model", "state_dict"):
+        if isinstance(content.get(key), dict):
+            return content[key]
+    if content and all(isinstance(value, Tensor) for value in content.values()):
+        return content
+    raise CheckpointError(f"{path} has no weights; it holds {', '.join(map(str, list(content)[:8]))}")
+
+
+def load_weights(model: nn.Module, path: Path, new_head: bool = False) -> None:
+    """Every weight must be there and fit, but for the classifier's if ``new_head``."""
+    weights = read_weights(path)
+    own = model.state_dict()
+    head = head_names(model)
+    if new_head:
+        weights = {name: own[name] if name in head else value for name, value in weights.items()}
+        weights |= {name: own[name] for name in head}
+    check_fit(own, weights, head, str(path))
+    model.load_state_dict(weights)
+
+
+def head_names(model: nn.Module) -> set[str]:
+    """The parameters of a timm model's classifier."""
+    heads = getattr(model, "default_cfg", {}).get("classifier", ())
+    prefixes = tuple(f"{name}." for name in ([heads] if isinstance(heads, str) else heads))
+    return {name for name in model.state_dict() if prefixes and name.startswith(prefixes)}
+
+
+def check_fit(own: dict[str, Tensor], found: dict[str, Tensor], head: set[str], path: str) -> None:
+    """An error that says which weights are missing, unknown or of another shape."""
+    missing, unknown = sorted(set(own) - set(found)), sorted(set(found) - set(own))
+    if missing or unknown:
+        raise CheckpointError(
+            f"{path} is of another model: it lacks {_some(missing)} and has {_some(unknown)} that this model has not"
+        )
+    shapes = [f"{n} {tuple(found[n].shape)}, here {tuple(own[n].shape)}" for n in own if found[n].shape != own[n].shape]
+    if shapes and all(found[n].shape == own[n].shape for n in own if n not in head):
+        name = next(n for n in own if n in head and found[n].shape != own[n].shape)
+        raise CheckpointError(
+            f"{path} has {found[name].shape[0]} classes, the data have {own[name].shape[0]}; to fine-tune with a new "
+            "classifier set task.model.new_head: true"
+        )
+    if shapes:
+        raise CheckpointError(f"{path} is of a model of another size: {_some(shapes)}")
+
+
+def export(weights: dict[str, Tensor], path: Path, metadata: dict[str, Any]) -> None:
+    """Safetensors that ``timm.create_model(..., checkpoint_path=path)`` loads."""
+    from safetensors.torch import save
+
+    content = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
+    data = save(content, {key: str(value) for key, value in metadata.items()})
+    replace_file(path, lambda file: file.write(data))
+
+
+def _some(names: list[str]) -> str:
+    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}" or "nothing"

@@ -1,0 +1,98 @@
+"""Tiny runs for the tests: a ViT of width 16 on 8 × 8 pictures, trained in a second."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchsbp.train.cli import train
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+TINY: dict[str, Any] = {
+    "task": {
+        "model": {
+            "name": "vit_tiny_patch16_224",
+            "options": {"img_size": 8, "patch_size": 2, "embed_dim": 16, "depth": 3, "num_heads": 2},
+            "drop_path": 0.2,
+        },
+        "data": {"source": "digits", "size": 8, "channels": 1, "mean": [0.3], "std": [0.35], "workers": 0},
+        "augment": {"auto_augment": "rand-m5-inc1", "erase": 0.25, "mixup": 0.8, "cutmix": 1.0, "smoothing": 0.1},
+    },
+    "sbp": {"preset": "default"},
+    "epochs": 2,
+    "batch": 140,
+    "micro_batch": 70,
+    "optimizer": {"lr": 1e-3, "layer_decay": 0.9, "clip_norm": 1.0},
+    "schedule": {"warmup_epochs": 1},
+    "ema": {"decay": 0.9},
+    "precision": "float32",
+    "device": "cpu",
+    "checkpoint": {"every_steps": 3},
+    "log": {"every_steps": 4, "progress": False},
+}
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    both = {k: merged(base.get(k) or {}, v) if isinstance(v, dict) else v for k, v in changes.items()}
+    return {**base, **both}
+
+
+def recipe(folder: Path, **changes: Any) -> Path:
+    """A recipe file of the tiny run, changed; its ``out`` is beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(merged({**TINY, "out": str(folder / "run")}, changes)))  # JSON is YAML
+    return path
+
+
+def run(folder: Path, *arguments: str, **changes: Any) -> tuple[int, Path]:
+    """Train in this process: the exit code and the run's folder."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return train([str(recipe(folder, **changes)), *arguments]), folder / "run"
+    finally:
+        torch.set_num_threads(threads)
+
+
+def command(path: Path, *arguments: str, processes: int = 1) -> list[str]:
+    start = [sys.executable]
+    if processes > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return [*start, "-m", "torchsbp.train", str(path), *arguments]
+
+
+def spawn(path: Path, *arguments: str, processes: int = 1) -> "subprocess.CompletedProcess[str]":
+    """Train in new processes, to the end."""
+    return subprocess.run(
+        command(path, *arguments, processes=processes), env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+    )
+
+
+def final(out: Path) -> dict[str, Any]:
+    """The last checkpoint, but for where it was made and how long it took."""
+    content = torch.load(sorted((out / "checkpoints").glob("step-*.pt"))[-1], weights_only=True)
+    del content["config"], content["progress"]["seconds"]
+    return content
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    """The metrics, but for what depends on the clock."""
+    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in ("seconds", "images_per_s", "config")} for line in found]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal bit for bit, down to the last tensor."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)

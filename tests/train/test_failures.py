@@ -1,0 +1,240 @@
+"""What goes wrong in real runs: a clear message, and the last good checkpoint survives."""
+
+import errno
+import json
+import shutil
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchsbp.train import checkpoint
+from torchsbp.train.cli import evaluate
+from torchsbp.train.loop import Trainer
+
+from .runs import final, lines, recipe, run, spawn
+from .test_recipes import picture_folder
+
+FOLDER = {
+    "model": {"options": {"img_size": 16, "patch_size": 4, "num_classes": 3}},
+    "augment": {"mixup": 0.0, "cutmix": 0.0},
+}
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run whose second epoch is still to come."""
+    folder = tmp_path_factory.mktemp("half")
+    assert run(folder, epochs=1, schedule={"warmup_epochs": 0})[0] == 0
+    return folder
+
+
+@pytest.fixture
+def copy(half: Path, tmp_path: Path) -> Path:
+    shutil.copytree(half / "run", tmp_path / "run")
+    return tmp_path
+
+
+def on(folder: Path, *arguments: str, **changes) -> int:
+    """Continue that run."""
+    return run(folder, "--resume=auto", "--schedule.warmup_epochs=0", *arguments, **changes)[0]
+
+
+def test_a_nan_loss_stops_before_anything_is_saved(copy, capsys, monkeypatch):
+    before = sorted((copy / "run" / "checkpoints").iterdir())
+    update = Trainer.update
+    monkeypatch.setattr(Trainer, "update", lambda self, batches: update(self, batches) * float("nan"))
+    assert on(copy) == 1
+    error = capsys.readouterr().err
+    assert "the loss is nan at step 12" in error  # the next checkpoint or line of metrics
+    assert "the last good checkpoint: " in error
+    assert "step-0000000010.pt" in error
+    assert sorted((copy / "run" / "checkpoints").iterdir()) == before
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(copy, capsys, monkeypatch):
+    before = final(copy / "run")
+
+    def full(content, file):
+        file.write(b"half a checkpoint")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        assert on(copy) == 1
+    error = capsys.readouterr().err
+    assert "step-0000000012.pt can't be written: [Errno 28] No space left on device" in error
+    assert "The last good checkpoint: " in error
+    assert not list((copy / "run" / "checkpoints").glob(".*"))
+    assert final(copy / "run")["progress"] == before["progress"]
+    assert on(copy) == 0
+    assert lines(copy / "run")[-1]["step"] == 20
+
+
+def test_a_real_write_that_fails_is_told_apart(tmp_path):
+    """The operating system refuses after 4 KiB, inside torch.save."""
+    import subprocess
+
+    code = (
+        "import resource, torch; from pathlib import Path; from torchsbp.train.checkpoint import Folder\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        f"Folder(Path({str(tmp_path)!r}), 2).save({{'x': torch.zeros(10000)}}, 1, False)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "CheckpointError" in result.stderr.splitlines()[-1]
+    assert "can't be written" in result.stderr.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_auto_skips_a_truncated_checkpoint(copy, capsys):
+    newest = sorted((copy / "run" / "checkpoints").glob("step-*"))[-1]
+    data = newest.read_bytes()
+    newest.unlink()  # best.pt is the same file
+    newest.write_bytes(data[: len(data) // 2])
+    assert on(copy) == 0
+    error = capsys.readouterr().err
+    assert f"{newest} can't be read: it is truncated, or no checkpoint" in error
+    assert "resumed from" in error
+    assert "at step 9 of 20" in error
+
+
+def test_named_checkpoints_must_be_whole_and_ours(copy, capsys, tmp_path):
+    torch.save({"state_dict": {}}, tmp_path / "foreign.pt")
+    (tmp_path / "text.pt").write_text("hello")
+    for name, message in {
+        "foreign.pt": "was not written by torchsbp train",
+        "text.pt": "can't be read: it is truncated, or no checkpoint",
+        "none.pt": "no checkpoint at",
+    }.items():
+        assert run(copy, f"--resume={tmp_path / name}")[0] == 1
+        assert message in capsys.readouterr().err
+    assert evaluate([str(tmp_path / "foreign.pt")]) == 1
+
+
+def test_a_checkpoint_of_another_model_is_refused(copy, capsys):
+    assert on(copy, "--task.model.options.embed_dim=32") == 1
+    assert "is of a model of another size: cls_token (1, 1, 16), here (1, 1, 32)" in capsys.readouterr().err
+    assert on(copy, "--task.model.options.depth=4") == 1
+    assert "is of another model: it lacks blocks.3" in capsys.readouterr().err
+    assert on(copy, "--ema.decay=null") == 1
+    assert "has an average of weights: ema.decay was changed" in capsys.readouterr().err
+
+
+def test_changed_settings_are_named(copy, capsys):
+    assert on(copy, "--optimizer.lr=5e-4") == 0
+    error = capsys.readouterr().err
+    assert "epochs=2 instead of 1, optimizer.lr=0.0005 instead of 0.001" in error
+
+
+def test_fine_tuning_with_other_classes(half, tmp_path, capsys):
+    """Refused, unless a new classifier is asked for; everything else comes from the weights."""
+    weights = half / "run" / "model.safetensors"
+    data = {"source": "folder", "root": str(picture_folder(tmp_path / "data")), "channels": 1}
+    changes = {"task": {"data": data, "model": {"weights": str(weights)}}, "batch": 12, "micro_batch": 6}
+    assert run(tmp_path / "a", **changes)[0] == 1
+    assert "has 10 classes, the data have 3" in capsys.readouterr().err
+    changes["task"]["model"]["new_head"] = True
+    changes["optimizer"] = {"lr": 0.0, "weight_decay": 0.0}
+    changes["schedule"] = {"min_lr": 0.0}
+    code, out = run(tmp_path / "b", **changes)
+    assert code == 0
+    found = final(out)["model"]
+    from safetensors.torch import load_file
+
+    expected = load_file(weights)
+    assert torch.equal(found["blocks.0.attn.qkv.weight"], expected["blocks.0.attn.qkv.weight"])
+    assert found["head.weight"].shape == (3, 16)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_unreadable_image_is_named(tmp_path, capfd, workers):
+    root = picture_folder(tmp_path / "data")
+    bad = root / "train" / "class1" / "2.jpg"
+    bad.write_bytes(bad.read_bytes()[:300])
+    data = {"source": "folder", "root": str(root), "size": 16, "workers": workers, "channels": 3}
+    data |= {"mean": [0.5] * 3, "std": [0.5] * 3}
+    code, _ = run(tmp_path, task={**FOLDER, "data": data}, batch=12, micro_batch=12)
+    assert code == 1
+    assert capfd.readouterr().err.splitlines()[-1].startswith(f"error: image {bad} can't be read: ")
+
+
+def test_workers_do_not_keep_a_failed_run_alive(tmp_path):
+    root = picture_folder(tmp_path / "data")
+    (root / "train" / "class0" / "0.jpg").write_text("no picture")
+    data = {"source": "folder", "root": str(root), "size": 16, "workers": 2, "channels": 3}
+    data |= {"mean": [0.5] * 3, "std": [0.5] * 3}
+    result = spawn(recipe(tmp_path, task={**FOLDER, "data": data}, batch=12, micro_batch=12))
+    assert result.returncode == 1
+    assert "0.jpg can't be read" in result.stderr
+
+
+def test_class_counts_must_agree(tmp_path, capsys):
+    root = picture_folder(tmp_path / "data")
+    data = {"source": "folder", "root": str(root), "channels": 3, "mean": [0.5] * 3, "std": [0.5] * 3}
+    assert run(tmp_path, task={"data": data, "model": {"options": {"num_classes": 5}}}, batch=12, micro_batch=6)[0] == 1
+    assert "model.options.num_classes is 5, but the data have 3 classes" in capsys.readouterr().err
+
+
+def test_a_half_written_line_of_metrics_is_dropped(copy):
+    path = copy / "run" / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"kind": "train", "st')
+    assert on(copy) == 0
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_tensorboard_and_wandb_get_the_same_numbers(tmp_path, monkeypatch):
+    logged = []
+    fake = types.SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=lambda: None)
+    started = []
+    module = types.SimpleNamespace(init=lambda **options: started.append(options) or fake)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    code, out = run(tmp_path, "--log.tensorboard=true", "--log.wandb=project")
+    assert code == 0
+    assert started[0]["project"] == "project"
+    expected = [(line["step"], line["loss"]) for line in lines(out) if line["kind"] == "train"]
+    assert [(step, v["train/loss"]) for step, v in logged if "train/loss" in v] == expected
+    assert list((out / "tensorboard").glob("events.*"))
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_mixed_precision_channels_last_and_deterministic(tmp_path, precision):
+    options = [f"--precision={precision}", "--channels_last=true", "--deterministic=true"]
+    try:
+        code, out = run(tmp_path, *options, "--epochs=1", "--schedule.warmup_epochs=0")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert code == 0
+    assert (final(out)["scaler"] != {}) == (precision == "float16")
+
+
+@pytest.mark.slow
+def test_compiled_training_equals_eager(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: self._compile("aot_eager"), raising=False)
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "_compile",
+        lambda self, backend: setattr(self, "_compiled_call_impl", torch.compile(self._call_impl, backend=backend)),
+        raising=False,
+    )
+    options = ["--epochs=1", "--schedule.warmup_epochs=0", "--task.model.drop_path=0.0"]
+    _, eager = run(tmp_path / "a", *options)
+    _, compiled = run(tmp_path / "b", *options, "--compile=true")
+    torch._dynamo.reset()
+    for a, b in zip(lines(eager), lines(compiled), strict=True):
+        assert a.get("loss", 0) == pytest.approx(b.get("loss", 0), rel=1e-3)
+
+
+def test_replace_file_keeps_the_old_one_when_writing_fails(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def fails(file):
+        file.write(b"ne")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.replace_file(path, fails)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]

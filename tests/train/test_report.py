@@ -1,0 +1,114 @@
+"""The table and the page of torchsbp report; the page is opened in Chromium where there is one."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from torchsbp.report import main, markdown, read, repetitions, rows, thinned, ticks
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def write_run(folder: Path, seed: int, preset: str, gain: float, finished: bool = True) -> Path:
+    folder.mkdir()
+    config = {"out": str(folder), "seed": seed, "sbp": {"preset": preset}}
+    environment = {"device": "CPU", "memory": "saved activations", "torch": "2.11", "processes": 1}
+    lines = [{"kind": "run", "step": 0, "config": config, "environment": environment, "steps": 40}]
+    for epoch in range(1, 5):
+        values = {
+            "loss": 2.0 / epoch,
+            "lr": 0.1,
+            "images_per_s": 100.0,
+            "memory_mib": 40.0 + gain,
+            "seconds": 60.0 * epoch,
+        }
+        lines.append({"kind": "train", "step": 10 * epoch, "epoch": epoch, **values})
+        lines.append({"kind": "valid", "step": 10 * epoch, "epoch": epoch, "top1": 80 + epoch + gain, "top5": 99.0})
+    if finished:
+        lines.append({"kind": "end", "step": 40})
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text if finished else text + '{"kind": "tra')
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    return [
+        write_run(tmp_path / "full_0", 0, "none", 0.0),
+        write_run(tmp_path / "full_1", 1, "none", 2.0),
+        write_run(tmp_path / "sbp <0>", 0, "default", -1.0, finished=False),
+    ]
+
+
+def test_table(runs):
+    header, *body = rows([read(path) for path in runs])
+    table = [dict(zip(header, row, strict=True)) for row in body]
+    assert table[0] == {
+        "run": "full_0", "seed": "0", "top-1, %": "84.00", "best top-1, %": "84.00", "training loss": "0.500",
+        "memory, MiB": "40", "images/s": "100", "minutes": "4.0", "state": "finished",
+    }  # fmt: skip
+    assert table[2]["state"] == "step 40 of 40"  # killed: half a line is left out
+    assert (table[3]["run"], table[3]["seed"], table[3]["top-1, %"]) == ("mean of full", "2 seeds", "85.00 ± 1.41")
+    assert len(table) == 4
+    assert len(set(map(len, markdown([header, *body]).splitlines()))) == 1
+
+
+def test_repetitions_differ_by_seed_only(runs):
+    groups = repetitions([read(path) for path in runs])
+    assert [[run.name for run in group] for group in groups] == [["full_0", "full_1"], ["sbp <0>"]]
+
+
+def test_the_page_needs_nothing_outside_it(runs, tmp_path, capsys):
+    page = tmp_path / "new" / "report.html"
+    assert main([*map(str, runs), "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "| full_0 " in capsys.readouterr().out
+    assert not re.search(r"(src|href)=\"(?!data:)|url\(|@import|https?://", text)
+    assert text.count("<svg") == 6
+    assert text.count("<polyline") == 12
+    assert "sbp &lt;0&gt;" in text
+    assert "<0>" not in text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt install chromium)")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_in_a_browser(runs, tmp_path, scheme):
+    """No message on the console; every plot is laid out, with a size."""
+    page = tmp_path / "report.html"
+    main([*map(str, runs), "--html", str(page)])
+    probe = (
+        "<script>document.title = [...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect())"
+        ".filter(r => r.width > 300 && r.height > 50).length + ' plots, '"
+        " + getComputedStyle(document.body).backgroundColor</script>"
+    )
+    page.write_text(page.read_text().replace("</body>", probe + "</body>"))
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        f"--user-data-dir={tmp_path}/c",
+    ]
+    options += [f"--blink-settings=preferredColorScheme={int(scheme == 'light')}", "--dump-dom"]
+    result = subprocess.run([CHROMIUM, *options, page.as_uri()], capture_output=True, text=True, timeout=60)
+    background = "rgb(247, 247, 245)" if scheme == "light" else "rgb(21, 23, 26)"
+    assert f"<title>6 plots, {background}</title>" in result.stdout
+    assert "CONSOLE" not in result.stderr
+
+
+def test_what_is_no_run_is_refused(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 1
+    assert "is no run" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text("x\n")
+    assert main([str(tmp_path)]) == 1
+    assert "has no metrics" in capsys.readouterr().err
+
+
+def test_ticks_are_round_and_long_curves_short():
+    assert ticks(0, 100) == [0, 20, 40, 60, 80, 100]
+    assert ticks(0.11, 0.19, 4) == pytest.approx([0.12, 0.14, 0.16, 0.18])
+    assert len(thinned([(i, i) for i in range(1001)])) <= 400
