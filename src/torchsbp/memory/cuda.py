@@ -27,7 +27,7 @@ aten = torch.ops.aten
 sdpa_of_torch = F.scaled_dot_product_attention
 
 PROCESSORS = 132  # of an H100 or H200: the kernels' buffers for sums are that many times four rows
-CUBLAS = 2 * 32 * 2**20  # workspace of cuBLAS on Hopper GPUs (8 MiB on older ones), in forward's and backward's thread
+CUBLAS = 2 * 32 * 2**20  # fitted on ViT-B on an H200; presumably cuBLAS workspace, forward's and backward's thread
 HALF = (torch.float16, torch.bfloat16)
 # What autocast gives in float32 on CUDA, but not on CPU (of its list, what models use).
 WIDE = {
