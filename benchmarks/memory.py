@@ -1,6 +1,6 @@
 """Memory predicted and measured: peaks of models and methods, and plans run in the memory they were made for.
 
-    python benchmarks/memory.py --out benchmarks/results/memory.json               # on a GPU, bf16, eager
+    python benchmarks/memory.py --jobs 16 --out benchmarks/results/memory.json     # on a GPU, bf16, eager
     python benchmarks/memory.py --parts plan --memory 8GiB 16GiB --batches 64 256
     python benchmarks/memory.py --show benchmarks/results/memory.json
 
@@ -19,12 +19,12 @@ import torch
 
 import children
 import commandline
-from case import Row
+from case import Row, release
 from torchsbp import SBPConfig, estimate, plan
 from torchsbp.memory import DoesNotFitError
-from torchsbp.memory.estimating import Config, describe
+from torchsbp.memory.estimating import Config, Estimate, describe
 from torchsbp.memory.measuring import measure_config
-from torchsbp.memory.names import find_model
+from torchsbp.memory.names import Named, find_model
 from torchsbp.memory.sizes import MIB, parse_size
 
 BATCHES = {
@@ -41,43 +41,63 @@ PLANNED = "vit_base_patch16_224"
 
 @dataclass(frozen=True)
 class Job:
-    """One configuration of one model; ``memory`` caps the allocator (0: no cap)."""
+    """One configuration of one model, or a plan for it: the configuration that ``plan`` chooses for that memory."""
 
     part: str
     model: str
     batch: int
-    config: Config
     device: str
-    memory: int = 0
+    config: Config = None
+    memory: str = ""
+    mode: str = "eager"
 
     @property
     def names(self) -> Row:
-        return {"part": self.part, "model": self.model, "method": describe(self.config), "batch": self.batch}
+        return {"part": self.part, "model": self.model, "batch": self.batch}
 
     @property
-    def channels_last(self) -> bool:
-        return "convnext" in self.model
+    def precision(self) -> str:
+        return "bf16" if self.device == "cuda" else "float32"
 
+    def run(self) -> Iterator[Row]:
+        """Work for a child process: nothing when everything is predicted, then a row per configuration measured."""
+        named = find_model(self.model, channels_last="convnext" in self.model)
+        shape = (self.batch, named.channels, named.size, named.size)
+        rows = list(self.planned(named, shape) if self.part == "plan" else [(self.config, {})])
+        predicted = [estimate(named.build, shape, config, self.precision, device=self.device) for config, _ in rows]
+        yield {}
+        if self.memory and self.device == "cuda":
+            cap(parse_size(self.memory))
+        for (config, row), expected in zip(rows, predicted, strict=True):
+            yield row | self.measured(named, shape, config, expected)
 
-def run_job(job: Job) -> Iterator[Row]:
-    """Work for a child process: the prediction, nothing when the model is built, then its peaks."""
-    named = find_model(job.model, channels_last=job.channels_last)
-    shape = (job.batch, named.channels, named.size, named.size)
-    precision = "bf16" if job.device == "cuda" else "float32"
-    predicted = estimate(named.build, shape, job.config, precision, device=job.device)
-    row: Row = {"predicted MiB": predicted.peak / MIB, "predicted saved MiB": predicted.saved_bytes / MIB}
-    yield {}
-    try:
-        if job.memory and job.device == "cuda":
-            cap(job.memory)
-        found = measure_config(named.build, shape, job.config, precision, device=job.device)
+    def planned(self, named: Named, shape: tuple[int, ...]) -> Iterator[tuple[Config, Row]]:
+        """The chosen configuration, and the one before it, or the least possible where nothing fits."""
+        try:
+            found = plan(named.build, shape, self.memory, precision=self.precision)
+        except DoesNotFitError as error:
+            least = min(error.tried, key=lambda candidate: candidate.peak)
+            yield least.config, {"memory": self.memory, "role": "least", "refusal": str(error)}
+            return
+        configs = [candidate.config for candidate in found.tried]
+        place = configs.index(found.config)
+        for role, i in (("chosen", place), ("before", place - 1)):
+            if i >= 0:
+                yield configs[i], {"memory": self.memory, "role": role, "largest batch": found.largest_batch}
+
+    def measured(self, named: Named, shape: tuple[int, ...], config: Config, predicted: Estimate) -> Row:
+        row: Row = {"method": describe(config), "predicted MiB": predicted.peak / MIB}
+        row["predicted saved MiB"] = predicted.saved_bytes / MIB
+        release()
+        try:
+            found = measure_config(named.build, shape, config, self.precision, device=self.device)
+        except torch.OutOfMemoryError:
+            return row | {"outcome": children.OUT_OF_MEMORY}
         row["saved MiB"] = found.saved_bytes / MIB
         if found.peak is not None and found.reserved is not None:
             row |= {"peak MiB": found.peak / MIB, "reserved MiB": found.reserved / MIB}
             row["error of prediction"] = predicted.peak / found.peak - 1
-    except torch.OutOfMemoryError:
-        row["error"] = children.OUT_OF_MEMORY
-    yield row
+        return row
 
 
 def cap(memory: int) -> None:
@@ -86,60 +106,28 @@ def cap(memory: int) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, memory / total))
 
 
-def peak_jobs(args: argparse.Namespace) -> Iterator[Job]:
-    """Full and, where the family is supported, SBP at three ratios."""
-    for model in args.models:
-        batch = args.batch or BATCHES[model]
+def jobs(args: argparse.Namespace) -> Iterator[Job]:
+    """Full and, where the family is supported, SBP at three ratios; then the plans."""
+    for model in args.models if "peak" in args.parts else ():
         configs: list[Config] = ["full"]
         if "swin" not in model:
             configs += [SBPConfig(keep_ratio=ratio) for ratio in RATIOS]
             configs.append(SBPConfig(keep_ratio=RATIOS[-1], recompute=False))
         for config in configs:
-            yield Job("peak", model, batch, config, args.device)
-
-
-def plan_jobs(args: argparse.Namespace) -> Iterator[tuple[Row, Job | None]]:
-    """(what was planned, the job that checks it); no job where nothing fits."""
-    named = find_model(PLANNED)
-    for memory in args.memory:
+            yield Job("peak", model, args.batch or BATCHES[model], args.device, config)
+    for memory in args.memory if "plan" in args.parts else ():
         for batch in args.batches:
-            names: Row = {"part": "plan", "model": PLANNED, "batch": batch, "memory": memory}
-            try:
-                found = plan(named.build, (batch, named.channels, named.size, named.size), memory)
-            except DoesNotFitError as error:
-                yield names | {"method": "none", "refusal": str(error)}, None
-                continue
-            configs = [candidate.config for candidate in found.tried]
-            place = configs.index(found.config)
-            for role, i in (("chosen", place), ("before", place - 1)):
-                if i >= 0:
-                    job = Job("plan", PLANNED, batch, configs[i], args.device, parse_size(memory))
-                    yield names | {"role": role, "largest batch": found.largest_batch}, job
-
-
-def in_child(job: Job, limit: float) -> Iterator[Row]:
-    """The row of a job, from a process of its own."""
-    return (row for _, row in children.run_group(run_job, [job], limit))  # type: ignore[arg-type, list-item]
-
-
-def rows(args: argparse.Namespace) -> Iterator[Row]:
-    if "peak" in args.parts:
-        for job in peak_jobs(args):
-            yield from in_child(job, args.limit)
-    if "plan" in args.parts:
-        for names, job in plan_jobs(args):
-            for row in [{}] if job is None else in_child(job, args.limit):
-                yield names | row
+            yield Job("plan", PLANNED, batch, args.device, memory=memory)
 
 
 def show(row: Row) -> str:
     where = f"{row.get('memory', ''):>6} {row.get('role', ''):<7}" if row["part"] == "plan" else ""
-    line = f"{where}{row['model']:<30}{row['batch']:>5}  {row['method']:<40}"
+    line = f"{where}{row['model']:<30}{row['batch']:>5}  {row.get('method', ''):<40}"
     if "predicted MiB" in row:
         line += f"predicted {row['predicted MiB']:8.0f} MiB"
     if "peak MiB" in row:
         line += f"  measured {row['peak MiB']:8.0f} MiB  {row['error of prediction']:+7.1%}"
-    return line + "".join(f"  {row[key]}" for key in ("error", "refusal") if key in row)
+    return line + "".join(f"  {row[key]}" for key in ("outcome", "error", "refusal") if key in row)
 
 
 def markdown(found: Sequence[Row]) -> str:
@@ -160,6 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--memory", nargs="+", default=BUDGETS, help="budgets of the plans")
     parser.add_argument("--batches", nargs="+", type=int, default=[64, 256, 1024], help="batches of the plans")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
+    parser.add_argument("--jobs", type=int, default=1, help="cases prepared at the same time; one at a time is run")
     parser.add_argument("--limit", type=float, default=300, help="seconds for a case")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     parser.add_argument("--commit", default="", help="commit to record where git is not at hand")
@@ -170,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(markdown(json.loads(args.show.read_text())["rows"]))
         return
     found: list[Row] = []
-    for row in rows(args):
+    for row in children.run(Job.run, list(jobs(args)), args.jobs, args.limit):
         found.append(row)
         commandline.write(args, found)
         print(show(row), flush=True)
