@@ -179,23 +179,25 @@ def test_the_benchmark_compares_what_the_issue_asks_for(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     bench = importlib.import_module("memory")
     args = SimpleNamespace(models=list(bench.BATCHES), batch=None, device="cpu", memory=["8GiB", "1GiB"], batches=[256])
-    jobs = list(bench.peak_jobs(args))
+    args.parts = ["peak", "plan"]
+    *jobs, fits, nothing = bench.jobs(args)
     assert {job.model for job in jobs} == set(bench.BATCHES)
     assert [describe(job.config) for job in jobs if "swin" in job.model] == ["full"]
     assert sum(job.model == "convnext_base" for job in jobs) == 5
     lean = [SBPConfig(keep_ratio=1.0, recompute=share) for share in (0.5, 0.75)]
 
-    def plan(build, shape, memory):
+    def plan(build, shape, memory, precision):
         if memory == "1GiB":
-            raise DoesNotFitError("does not fit", [])
+            raise DoesNotFitError("does not fit", [Candidate("full", 9, False), Candidate("checkpoint", 5, False)])
         return SimpleNamespace(config=lean[1], tried=[Candidate(c, 0, True) for c in lean], largest_batch=300)
 
     monkeypatch.setattr(bench, "plan", plan)
-    (chosen, job), (before, job_before), (nothing, no_job) = bench.plan_jobs(args)
-    assert (chosen["role"], before["role"], nothing["method"]) == ("chosen", "before", "none")
-    assert (job.memory, describe(job.config)) == (8 * GIB, "exact lean, 75% recomputed")
-    assert describe(job_before.config) == "exact lean, 50% recomputed"
-    assert no_job is None
-    row = {**jobs[0].names, "predicted MiB": 90.0, "peak MiB": 100.0, "error of prediction": -0.1}
+    named = SimpleNamespace(build=None)
+    (chosen, row), (before, row_before) = fits.planned(named, (256, 3, 224, 224))
+    assert (row["memory"], row["role"], row_before["role"]) == ("8GiB", "chosen", "before")
+    assert (describe(chosen), describe(before)) == ("exact lean, 75% recomputed", "exact lean, 50% recomputed")
+    ((least, row),) = nothing.planned(named, (256, 3, 224, 224))
+    assert (least, row["role"], row["refusal"]) == ("checkpoint", "least", "does not fit")
+    row = {**jobs[0].names, "method": "full", "predicted MiB": 90.0, "peak MiB": 100.0, "error of prediction": -0.1}
     assert bench.markdown([row]).endswith("| vit_tiny_patch16_224, 256 | full | 90 MiB | 100 MiB | -10.0% |")
     assert "predicted       90 MiB  measured      100 MiB   -10.0%" in bench.show(row)

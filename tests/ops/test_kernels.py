@@ -18,7 +18,8 @@ from torchsbp.ops.steps import Affine, Steps
 
 from .helpers import attention_params, downsample_params, gradients, kept_rows, mlp_params
 
-TritonSteps = pytest.importorskip("torchsbp.ops.kernels").TritonSteps
+kernels = pytest.importorskip("torchsbp.ops.kernels")
+TritonSteps = kernels.TritonSteps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SAMPLES, N, C = 3, 21, 40  # neither rows nor channels fill a tile
@@ -55,6 +56,12 @@ def test_cast():
     tensors = randn(3, 4), None, randn(5).bfloat16(), randn(6)
     found = check(lambda steps: steps.cast(torch.bfloat16, *tensors))
     assert found[2] is tensors[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_take(dtype):
+    x, rows = randn(SAMPLES * N, C).bfloat16().float(), rows_of(0.3)  # the interpreter does not round as GPUs do
+    assert torch.equal(kernels.take(x, rows, dtype), x[rows].to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -23,16 +23,16 @@ from .layers import (
     Normed,
     autocast_dtype,
     last_layer_gradients,
-    lean,
     linear,
     norm,
     norm_again,
     norm_backward,
     parameter_gradients,
+    saved_dtype,
     weight_gradient,
 )
 from .sdpa import attend, attend_backward
-from .steps import Affine, Cotangent, Steps, steps_for
+from .steps import Affine, Cotangent, Steps, keep, steps_for
 
 RULES = ("query", "qkv", "head")
 
@@ -246,7 +246,7 @@ class _AttentionBranch(torch.autograd.Function):
     ) -> Tensor:
         p = Attention(*params)  # type: ignore[arg-type]
         o, lse, qkv = attention_forward(x, p, spec)
-        kept = saved(lean(x, spec.dtype, how.recompute), o, lse, None if how.recompute else qkv, rows, heads, spec)
+        kept = saved(x, o, lse, qkv, rows, heads, spec, how.recompute)
         ctx.save_for_backward(*kept, rows, places, heads, factor, *params)
         ctx.static, ctx.weight_scale = (spec, how.scope, x.dtype), how.weight_scale
         y = attention_output(o, p, spec)
@@ -279,19 +279,25 @@ class _AttentionBranch(torch.autograd.Function):
 
 
 def saved(
-    x: Tensor, o: Tensor, lse: Tensor, qkv: QKV | None, rows: R.Rows, heads: Tensor | None, spec: AttentionSpec
+    x: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    qkv: QKV,
+    rows: R.Rows,
+    heads: Tensor | None,
+    spec: AttentionSpec,
+    recompute: bool,
 ) -> tuple[Grad, ...]:
     """What backward needs: x, o, lse and, unless recomputed, Q, K, V; only the rows and heads that it reads."""
     if heads is not None:
         o = o.view(*o.shape[:2], spec.heads, -1).index_select(2, heads).flatten(2)
         lse = lse.index_select(2, heads)
-    if spec.rule == "qkv" and rows is not None:
-        x = R.take(x, rows).view(x.shape[0], -1, x.shape[-1])
-    kept = (x, R.take(o, rows), R.take(lse, rows))
-    if qkv is None:
+    kv_rows = rows if spec.rule == "qkv" else None
+    x = keep(x, kv_rows, saved_dtype(x, spec.dtype, recompute)).view(x.shape[0], -1, x.shape[-1])
+    kept = (x, keep(o, rows), R.take(lse, rows))
+    if recompute:
         return *kept, None, None, None
     q, k, v = (t if heads is None else t.index_select(1, heads) for t in qkv)
-    kv_rows = rows if spec.rule == "qkv" else None
     return *kept, take_head_rows(q, rows), take_head_rows(k, kv_rows), take_head_rows(v, kv_rows)
 
 

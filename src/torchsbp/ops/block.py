@@ -20,9 +20,9 @@ from .attention import (
     attention_output,
     saved,
 )
-from .layers import Backward, Grad, autocast_dtype, last_layer_gradients, lean, linear, parameter_gradients
+from .layers import Backward, Grad, autocast_dtype, last_layer_gradients, linear, parameter_gradients
 from .mlp import MLP, MLPSpec, mlp_backward, mlp_hidden, mlp_output
-from .steps import Affine, steps_for
+from .steps import Affine, keep, steps_for
 
 
 def transformer_block(
@@ -65,11 +65,11 @@ class _TransformerBlock(torch.autograd.Function):
         p1 = Attention(*params[:ATTENTION_PARAMS])  # type: ignore[arg-type]
         p2 = MLP(*params[ATTENTION_PARAMS:])  # type: ignore[arg-type]
         o, lse, qkv = attention_forward(x, p1, spec1)
-        kept = saved(lean(x, spec1.dtype, how.recompute), o, lse, None if how.recompute else qkv, rows, None, spec1)
+        kept = saved(x, o, lse, qkv, rows, None, spec1, how.recompute)
         y = attention_output(o, p1, spec1)
         x = x + (y if factor1 is None else y * factor1.view(-1, 1, 1))
         h = mlp_hidden(x, p2, spec2)
-        kept_h = None if how.recompute else R.take(h, rows)
+        kept_h = None if how.recompute else keep(h, rows)
         y = mlp_output(h, p2, spec2)
         ctx.save_for_backward(*kept, rows, places, kept_h, factor1, factor2, *params)
         ctx.static, ctx.weight_scale = (spec1, spec2, how.scope, x.dtype), how.weight_scale

@@ -69,7 +69,7 @@ class TritonSteps(Steps):
         count, C = x.shape[0] if rows is None else rows.shape[0], x.shape[1]
         wide = x.dtype if weight is None else weight.dtype
         keep = rows is not None or branch is not None
-        middle = torch.empty(count, C, dtype=x.dtype if branch is None else wide, device=x.device) if keep else x
+        middle = torch.empty(count, C, dtype=x.dtype, device=x.device) if keep else x
         y = torch.empty(count, C, dtype=dtype or wide, device=x.device)
         rstd = torch.empty(count, dtype=torch.float32, device=x.device)
         mean = None if static.kind == "rms" else torch.empty_like(rstd)
@@ -156,6 +156,25 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+def take(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x[rows]``."""
+    count, C = rows.shape[0], x.shape[1]
+    kept = torch.empty(count, C, dtype=dtype, device=x.device)
+    _take[(8 * PROGRAMS_PER_PROCESSOR * processors(x.device),)](x, rows, kept, count, C, **tile(C, 1024))
+    return kept
+
+
+@triton.jit
+def _take(x, rows, kept, count, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    c = tl.arange(0, BLOCK)
+    for start in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
+        r = start + tl.arange(0, ROWS)
+        here = (r < count)[:, None] & (c < C)[None, :]
+        source = tl.load(rows + r, r < count, 0)
+        value = tl.load(x + source[:, None] * C + c[None, :], here, 0.0)
+        tl.store(kept + r.to(tl.int64)[:, None] * C + c[None, :], value.to(kept.dtype.element_ty), here)
+
+
 @triton.jit
 def _cotangent(
     dy, rows, factor, scale, half, scaled, sums, first, columns, count, per_sample, C: tl.constexpr,
@@ -221,6 +240,17 @@ def _normalise(
 
 
 @triton.jit
+def normal_cdf(a, e):
+    """Of the standard normal distribution, given ``e = exp(−a² / 2)``, which GELU's derivative needs anyway.
+
+    The tail by Abramowitz and Stegun 7.1.26 (error below 1e-7): a third of the instructions of erf.
+    """
+    t = 1.0 / (1.0 + 0.23164190 * tl.abs(a))
+    tail = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)))) * e
+    return tl.where(a < 0, tail, 1.0 - tail)
+
+
+@triton.jit
 def _activation(
     h, dg, g, sums, first, columns, count, H: tl.constexpr,
     ACT: tl.constexpr, OWN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -236,9 +266,10 @@ def _activation(
         a = tl.load(h + at, here, 0.0).to(tl.float32)
         d = tl.load(dg + at, here, 0.0).to(tl.float32)
         if ACT == 0:
-            cdf = 0.5 * (1.0 + tl.erf(a * 0.7071067811865476))
+            e = tl.exp(-0.5 * a * a)
+            cdf = normal_cdf(a, e)
             value = a * cdf
-            slope = cdf + a * 0.3989422804014327 * tl.exp(-0.5 * a * a)
+            slope = cdf + a * 0.3989422804014327 * e
         elif ACT == 1:
             s = tl.sigmoid(1.5957691216057308 * (a + 0.044715 * a * a * a))
             value = a * s

@@ -41,10 +41,10 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
-def lean(x: Tensor, dtype: torch.dtype | None, recompute: bool) -> Tensor:
-    """x as it is saved: where memory comes first, float32 residual streams of bfloat16 models are rounded."""
+def saved_dtype(x: Tensor, dtype: torch.dtype | None, recompute: bool) -> torch.dtype:
+    """In which x is saved: where memory comes first, float32 residual streams of bfloat16 models are rounded."""
     rounds = recompute and dtype == torch.bfloat16 and x.dtype == torch.float32
-    return x.to(dtype) if rounds else x
+    return torch.bfloat16 if rounds else x.dtype
 
 
 def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:

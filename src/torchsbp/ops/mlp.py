@@ -20,13 +20,13 @@ from .layers import (
     activation,
     autocast_dtype,
     last_layer_gradients,
-    lean,
     linear,
     norm,
     parameter_gradients,
+    saved_dtype,
     weight_gradient,
 )
-from .steps import Affine, Cotangent, Steps, steps_for
+from .steps import Affine, Cotangent, Steps, keep, steps_for
 
 
 class MLP(NamedTuple):
@@ -116,8 +116,8 @@ class _MLPBranch(torch.autograd.Function):
     ) -> Tensor:
         p = MLP(*params)  # type: ignore[arg-type]
         h = mlp_hidden(x, p, spec)
-        kept_h = None if how.recompute else R.take(h, rows)
-        kept_x = lean(x if rows is None else R.take(x, rows), spec.dtype, how.recompute)
+        kept_h = None if how.recompute else keep(h, rows)
+        kept_x = keep(x, rows, saved_dtype(x, spec.dtype, how.recompute))
         ctx.save_for_backward(kept_x, kept_h, rows, places, factor, *params)
         ctx.static, ctx.weight_scale = (spec, residual, how.scope, x.dtype), how.weight_scale
         y = mlp_output(h, p, spec)

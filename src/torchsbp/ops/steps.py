@@ -68,11 +68,12 @@ class Steps:
     ) -> Normed:
         """The norm of ``x[rows] + factor · scale ∘ branch``, with what its backward needs; computed after ``after``."""
         x = R.take(R.after(after, x), rows)
-        if norm.weight is not None:
-            x = x.to(norm.weight.dtype)
-        if branch is not None:
-            x = x + R.per_sample(branch if scale is None else branch * scale, factor)
-        return norm_again(x, *norm, dtype)
+        if branch is None:
+            return norm_again(x, *norm, dtype)
+        wide = x if norm.weight is None else x.to(norm.weight.dtype)
+        wide = wide + R.per_sample(branch if scale is None else branch * scale, factor)
+        normed = norm_again(wide, *norm, dtype)
+        return normed._replace(x=wide.to(x.dtype))
 
     def activation(self, h: Tensor, dg: Tensor, name: str, own: bool) -> tuple[Tensor, Tensor]:
         """For ``g = act(h)``: g and dh. dg is overwritten, and h too if it is our own. Total: Σ dh."""
@@ -162,6 +163,19 @@ def steps_for(x: Tensor, columns: int) -> Steps:
     from .kernels import TritonSteps
 
     return TritonSteps(x, columns)
+
+
+def keep(x: Tensor, rows: R.Rows, dtype: torch.dtype | None = None) -> Tensor:
+    """The given rows of x, ``[R, C]``, to be saved for backward in ``dtype``, and gathered here and now.
+
+    Left to itself, the compiler gathers the rows of several blocks in one kernel behind the last of them, and holds all
+    of x in all of these blocks until then.
+    """
+    if rows is None or not (TRITON and torch.compiler.is_compiling() and fits(x)):
+        return cast(R.take(x, rows), dtype)
+    from .kernels import take
+
+    return take(R.flat(x).contiguous(), rows, dtype or x.dtype)
 
 
 def fits(x: Tensor) -> bool:
