@@ -121,5 +121,6 @@ METHODS = {
     "sbp query r=0.25, saved": sbp(keep_ratio=0.25, recompute=False),
     "sbp query r=0.25, all blocks": sbp(keep_ratio=0.25, blocks=1.0),
     "sbp qkv r=0.5": sbp(keep_ratio=0.5, attention="qkv", only="vit"),
+    "sbp qkv r=0.5, quarter saved": sbp(keep_ratio=0.5, attention="qkv", recompute=0.75, only="vit"),
     "sbp qkv r=0.5, saved": sbp(keep_ratio=0.5, attention="qkv", recompute=False, only="vit"),
 }

@@ -130,3 +130,12 @@ def test_wrong_folders_are_refused(tmp_path):
     (root / "val" / "class2").rename(root / "val" / "other")
     with pytest.raises(DataError, match="both need the same class folders"):
         Classification(data=Data(root=root)).start(0)
+
+
+def test_posterize_leaves_at_least_one_bit():
+    """timm's strongest level leaves none: an error of Pillow 13, a black image before."""
+    transform = train_transform(Data(size=8), Augment(auto_augment="rand-m10-inc1"))
+    ops = [op for step in transform.transforms for op in getattr(step, "ops", ()) if op.name == "PosterizeIncreasing"]
+    assert [op.level_fn(level, {}) for op in ops for level in (0, 3, 5, 10)] == [(4,), (3,), (2,), (1,)]
+    ops[0].prob = 1
+    assert ops[0](Image.new("RGB", (8, 8), (255, 127, 0))).getpixel((0, 0)) == (128, 0, 0)

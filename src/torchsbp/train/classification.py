@@ -215,7 +215,15 @@ def train_transform(data: Data, augment: Augment) -> Callable[[Any], Any]:
     )
     if augment.crop == "pad":
         transform.transforms[0] = RandomCrop(data.size, padding=data.size // 8)
+    for op in (op for step in transform.transforms for op in getattr(step, "ops", ())):
+        if op.name == "PosterizeIncreasing":
+            op.level_fn = at_least_one_bit
     return transform
+
+
+def at_least_one_bit(level: float, hparams: dict[str, Any]) -> tuple[int]:
+    """How many bits posterizing leaves: as in timm, but not its 0 at the highest level, which Pillow 13 refuses."""
+    return (max(1, 4 - int(level / 10 * 4)),)
 
 
 def eval_transform(data: Data, augment: Augment) -> Callable[[Any], Any]:
