@@ -87,17 +87,39 @@ def test_nothing_to_patch_names_what_was_found():
         torchsbp.apply(model)
 
 
+class ForeignBlock(timm.models.vision_transformer.Block):
+    """A subclass may compute anything."""
+
+
+class BatchNormed(timm.layers.Mlp):
+    def __init__(self, in_features, **options):
+        super().__init__(in_features, **options)
+        self.norm = nn.BatchNorm1d(4)
+
+
+class Attending(timm.layers.Mlp):
+    def __init__(self, in_features, **options):
+        super().__init__(in_features, **options)
+        self.inner = nn.MultiheadAttention(in_features, 1)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
         ({"attn_drop_rate": 0.1}, r"blocks.0: attn.attn_drop is Dropout\(p=0.1.*not supported"),
         ({"proj_drop_rate": 0.1}, r"attn.proj_drop is Dropout\(p=0.1(.|\n)*mlp.drop1 is Dropout\(p=0.1"),
-        ({"scale_attn_norm": True}, r"attn.norm is LayerNorm"),
-        ({"act_layer": nn.Hardswish}, r"mlp.act is torch.nn.modules.activation.Hardswish; supported activations"),
-        ({"block_fn": timm.models.vision_transformer.ResPostBlock}, r"blocks.0 is .*ResPostBlock; supported: .*Block"),
-        ({"mlp_layer": timm.layers.SwiGLU}, r"mlp is timm.layers.mlp.SwiGLU; supported: timm.layers.mlp.Mlp"),
-        ({"mlp_layer": timm.layers.SwiGLUPacked}, r"mlp is timm.layers.mlp.GluMlp; supported: timm.layers.mlp.Mlp"),
-        ({"attn_layer": "diff"}, r"attn is timm.layers.*DiffAttention; supported: timm.layers.attention.Attention"),
+        (
+            {"block_fn": ForeignBlock},
+            r"blocks.0 is .*ForeignBlock; supported: timm.models.vision_transformer.Block, .*",
+        ),
+        (
+            {"mlp_layer": BatchNormed},
+            r"blocks.0: mlp.norm is BatchNorm1d, whose statistics would be those of kept rows",
+        ),
+        (
+            {"mlp_layer": Attending},
+            r"mlp.inner is MultiheadAttention, which is not among the described mixers \(attn\)",
+        ),
     ],
     ids=str,
 )
@@ -117,7 +139,7 @@ def test_hooks_that_would_not_run_are_refused_by_name():
     model = tiny_vit()
     model.blocks[1].register_forward_hook(lambda *args: None)  # on a block: it runs
     handle = model.blocks[1].attn.register_forward_hook(lambda *args: None)
-    with pytest.raises(ValueError, match=r"blocks.1: attn has hooks, which would not run in training"):
+    with pytest.raises(ValueError, match=r"blocks.1: attn has hooks, which would run twice in training"):
         torchsbp.apply(model)
     handle.remove()
     torchsbp.apply(model)
@@ -139,6 +161,13 @@ def test_a_block_that_appears_twice_is_refused():
     with pytest.raises(ValueError, match=r"blocks.2 is the same module as blocks.1"):
         torchsbp.apply(model)
     assert not any(isinstance(m, torchsbp.sites.Site) for m in model.modules())
+
+
+@pytest.mark.parametrize("rule", ["qkv", "head"])
+def test_rules_that_a_block_does_not_have(rule):
+    message = rf"blocks.1: attention='{rule}' is not allowed here; allowed: 'query'"
+    with pytest.raises(ValueError, match=message):
+        torchsbp.apply(tiny_vit(mlp_layer=timm.layers.SwiGLU), attention=rule)
 
 
 def test_bad_samplers_and_schedules():

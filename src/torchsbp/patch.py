@@ -13,8 +13,10 @@ from . import schedules
 from .adapters import ADAPTERS, match
 from .adapters.base import Adapter, Stage
 from .adapters.parts import ConvBlock, Downsample, Parts, TransformerBlock, find, qualified
+from .adapters.residual import Residual
 from .config import KeepRatio, SBPConfig
 from .masks import Masks, Shrink
+from .residual import DrawSite, Inside, MixerSite, ResidualBinding, ResidualSite
 from .sites import (
     STEP,
     Binding,
@@ -35,7 +37,9 @@ SITES: dict[type[Parts], type[SampledSite]] = {
     TransformerBlock: TransformerSite,
     ConvBlock: ConvSite,
     Downsample: DownsampleSite,
+    Residual: ResidualSite,
 }
+Bound = tuple[nn.Module, type[Site], Any]
 
 
 @dataclass
@@ -168,7 +172,7 @@ def nothing_found(model: nn.Module) -> str:
 
 def places(model: nn.Module, adapter: Adapter, config: SBPConfig) -> list[Place]:
     """The modules to patch, in the order they run; an error that lists every reason why that is not possible."""
-    stages = adapter.stages(model)
+    stages = adapter.stages_of(model)
     sampled = choose_blocks(model, adapter, stages, config)
     found: list[Place] = []
     problems: list[str] = []
@@ -180,7 +184,7 @@ def places(model: nn.Module, adapter: Adapter, config: SBPConfig) -> list[Place]
         if stage.downsample and adapter.downsample is not None:
             layers.append((stage.downsample, adapter.downsample, bool(chosen) and chosen[0]))
         for name, is_sampled in zip(stage.blocks, chosen, strict=True):
-            layers.append((name, adapter.blocks.get(qualified(find(model, name))), is_sampled))
+            layers.append((name, adapter.parts(find(model, name)), is_sampled))
         for name, parts, is_sampled in layers:
             module = find(model, name)
             if parts is None:
@@ -189,6 +193,9 @@ def places(model: nn.Module, adapter: Adapter, config: SBPConfig) -> list[Place]
             if names.setdefault(module, name) != name:
                 problems.append(f"{name} is the same module as {names[module]}")
             problems += [f"{name}: {problem}" for problem in parts.problems(module)]
+            if is_sampled and config.attention not in parts.rules:
+                allowed = ", ".join(repr(rule) for rule in parts.rules)
+                problems.append(f"{name}: attention={config.attention!r} is not allowed here; allowed: {allowed}")
             found.append(Place(name, module, index, parts, depth if is_sampled else None))
             depth += is_sampled and name in stage.blocks
     if problems:
@@ -222,16 +229,14 @@ def choose_blocks(model: nn.Module, adapter: Adapter, stages: list[Stage], confi
     return result
 
 
-def plan(
-    name: str, model: nn.Module, adapter: Adapter, config: SBPConfig
-) -> list[tuple[nn.Module, type[Site], Binding | EntryBinding]]:
+def plan(name: str, model: nn.Module, adapter: Adapter, config: SBPConfig) -> list[Bound]:
     """What to bind to which module of a backbone: the sampled and exact modules, and its entry."""
     found = places(model, adapter, config)
     sampled = [place for place in found if place.depth is not None]
     masks = Masks(
         config,
-        adapter.prefix(model),
-        tuple(shrink(model, stage) for stage in adapter.stages(model)),
+        adapter.prefix_of(model),
+        tuple(shrink(model, stage) for stage in adapter.stages_of(model)),
         tuple(place.name for place in sampled),
         tuple(place.stage for place in sampled),
         tuple(sampled_heads(place, config) for place in sampled),
@@ -246,11 +251,22 @@ def plan(
     modules = [place.module for place in sampled]
     recomputing = round(config.recompute * len(found))  # the first ones: what the last ones save is freed soonest
     entry = EntryBinding(masks, adapter, modules, depths, f"{name}." if name else "")
-    bindings = (Binding(masks, sites.get(p.name), p.parts, i < recomputing) for i, p in enumerate(found))
-    return [
-        (find(model, adapter.entry), EntrySite, entry),
-        *((p.module, SITES[type(p.parts)], binding) for p, binding in zip(found, bindings, strict=True)),
-    ]
+    bound: list[Bound] = [(find(model, adapter.entry), EntrySite, entry)]
+    for i, place in enumerate(found):
+        bound += bindings_of(place, masks, sites.get(place.name), i < recomputing)
+    return bound
+
+
+def bindings_of(place: Place, masks: Masks, site: int | None, recompute: bool) -> Iterator[Bound]:
+    """What to bind to a module, and to the parts of a block that is run again."""
+    block, parts = place.module, place.parts
+    make = ResidualBinding if isinstance(parts, Residual) else Binding
+    yield block, SITES[type(parts)], make(masks, site, parts, recompute)
+    if isinstance(parts, Residual):
+        for mixer in parts.members(block):
+            yield find(block, mixer.name), MixerSite, Inside(block, mixer)
+        for name, module in parts.draws(block):
+            yield module, DrawSite, Inside(block, name)
 
 
 def ratios_of(config: SBPConfig, depths: tuple[int, ...], step: int) -> tuple[float, ...]:

@@ -74,9 +74,9 @@ def _rebuild(mixin: type[Site], base: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
 
 
-def bind(module: nn.Module, mixin: type[Site], binding: "Binding | EntryBinding") -> None:
+def bind(module: nn.Module, mixin: type[Site], binding: Any) -> None:
     module.__class__ = bound_class(mixin, type(module))
-    module.sbp = binding  # type: ignore[assignment]
+    module.sbp = binding
     if isinstance(binding, EntryBinding):
         device = next(module.parameters()).device
         module.register_buffer(STEP, torch.zeros((), dtype=torch.int64, device=device), persistent=False)
@@ -130,9 +130,13 @@ def recomputing() -> bool:
 class SampledSite(Site):
     """A module whose training forward runs one of the ops."""
 
+    takes_arguments = False
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             return super().forward(x, *args, **kwargs)
+        if self.takes_arguments:
+            return self.run(x, *args, **kwargs)
         for value in (*args, *kwargs.values()):
             if value is not None and value is not False:
                 raise ValueError(
@@ -141,7 +145,7 @@ class SampledSite(Site):
                 )
         return self.run(x)
 
-    def run(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         raise NotImplementedError
 
     def train(self, mode: bool = True) -> "Self":
@@ -156,7 +160,7 @@ class SampledSite(Site):
 
 
 class TransformerSite(SampledSite):
-    def run(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         b: Binding = self.sbp
         parts: P.TransformerBlock = b.parts
         batch, positions = x.shape[:2]
@@ -197,7 +201,7 @@ class TransformerSite(SampledSite):
 
 
 class ConvSite(SampledSite):
-    def run(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         b: Binding = self.sbp
         parts: P.ConvBlock = b.parts
         u = P.find(self, parts.conv)(x).permute(0, 2, 3, 1)
@@ -216,7 +220,7 @@ class ConvSite(SampledSite):
 
 
 class DownsampleSite(SampledSite):
-    def run(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         b: Binding = self.sbp
         norm, conv = P.find(self, b.parts.norm), P.find(self, b.parts.down)
         out = [(n - k) // s + 1 for n, k, s in zip(x.shape[2:], conv.kernel_size, conv.stride, strict=True)]

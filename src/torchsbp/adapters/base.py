@@ -1,11 +1,12 @@
 """An adapter: one model family, described. Which stages and blocks it has, and what these are made of."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
-from .parts import Parts
+from .parts import Parts, find, qualified
 
 
 @dataclass(frozen=True)
@@ -16,35 +17,71 @@ class Stage:
     downsample: str = ""
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """A model family.
-
-    - ``model``: qualified name of the model class; subclasses match too.
-    - ``entry``: dotted name of the module that makes positions of images; it runs once per forward, before the blocks.
-    - ``grid``: (entry, its input, its output) -> the grid (h, w) of the first stage.
-    - ``stages``: model -> its stages, in order.
-    - ``blocks``: qualified block class -> its parts; blocks of other classes are refused.
-    - ``recipe``: (blocks per stage, fraction or None) -> how the papers choose: for each stage a slice of its blocks.
-    - ``prefix``: model -> number of class and register tokens in front, which are always kept.
-    - ``downsample``: parts of the layers between stages, None where there are none to sample.
-    """
-
-    name: str
-    model: str
-    entry: str
-    grid: Callable[[nn.Module, Tensor, Tensor], tuple[int, ...]]
-    stages: Callable[[nn.Module], list[Stage]]
-    blocks: dict[str, Parts]
-    recipe: Callable[[list[int], float | None], list[range]]
-    prefix: Callable[[nn.Module], int]
-    downsample: Parts | None = None
+def output_grid(entry: nn.Module, x: Tensor, y: Tensor) -> tuple[int, ...]:
+    """The grid of an entry whose output is a feature map ``[B, C, h, w]``."""
+    return tuple(y.shape[2:])
 
 
 def last_blocks(depths: list[int], fraction: float | None = None) -> list[range]:
     """The last two thirds of a model with one stage, as the papers sample a ViT (8 of 12)."""
     (depth,) = depths
     return [range(depth - max(1, round(depth * (2 / 3 if fraction is None else fraction))), depth)]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A model family.
+
+    - ``model``: the model class or its qualified name; subclasses match too.
+    - ``blocks``: block class or its qualified name -> its parts, or several descriptions of them, of which the first
+      that has no problems with a block is taken; blocks of other classes are refused.
+    - ``entry``: dotted name of the module that makes positions of images; it runs once per forward, before the blocks.
+    - ``grid``: (entry, its input, its output) -> the grid (h, w) of the first stage.
+    - ``stages``: dotted name of the list of all blocks, which are one stage then, or model -> its stages, in order.
+    - ``prefix``: number of class and register tokens in front, which are always kept, or model -> that number.
+    - ``recipe``: (blocks per stage, fraction or None) -> how the papers choose: for each stage a slice of its blocks.
+    - ``downsample``: parts of the layers between stages, None where there are none to sample.
+    """
+
+    name: str
+    model: str | type[nn.Module]
+    blocks: Mapping[Any, Parts | tuple[Parts, ...]]
+    entry: str = "patch_embed"
+    grid: Callable[[nn.Module, Tensor, Tensor], tuple[int, ...]] = output_grid
+    stages: str | Callable[[nn.Module], list[Stage]] = "blocks"
+    prefix: int | Callable[[nn.Module], int] = 0
+    recipe: Callable[[list[int], float | None], list[range]] = last_blocks
+    downsample: Parts | None = None
+
+    def __post_init__(self) -> None:
+        named = {class_name(block): parts for block, parts in self.blocks.items()}
+        object.__setattr__(self, "blocks", named)
+        object.__setattr__(self, "model", class_name(self.model))
+
+    def __reduce__(self) -> Any:
+        """By name, since its functions may have none: who loads a patched model has registered the adapter."""
+        from . import registered
+
+        return registered, (self.model,)
+
+    def stages_of(self, model: nn.Module) -> list[Stage]:
+        if callable(self.stages):
+            return self.stages(model)
+        return [Stage(tuple(f"{self.stages}.{key}" for key in find(model, self.stages)._modules))]
+
+    def prefix_of(self, model: nn.Module) -> int:
+        return self.prefix if isinstance(self.prefix, int) else self.prefix(model)
+
+    def parts(self, block: nn.Module) -> Parts | None:
+        """The description that fits a block; the last one, with its problems, if none does; None for another class."""
+        described = self.blocks.get(qualified(block), ())
+        choices = described if isinstance(described, tuple) else (described,)
+        fitting = (parts for parts in choices if not any(parts.problems(block)))
+        return next(fitting, choices[-1] if choices else None)
+
+
+def class_name(cls: str | type) -> str:
+    return cls if isinstance(cls, str) else qualified(cls)
 
 
 def early_stages(depths: list[int], fraction: float | None = None) -> list[range]:
@@ -62,12 +99,3 @@ def early_stages(depths: list[int], fraction: float | None = None) -> list[range
             wanted.append(min(depth, left))
             left -= wanted[-1]
     return [range(n) for n in (*wanted, *[0] * len(depths))[: len(depths)]]
-
-
-def no_prefix(model: nn.Module) -> int:
-    return 0
-
-
-def output_grid(entry: nn.Module, x: Tensor, y: Tensor) -> tuple[int, ...]:
-    """The grid of an entry whose output is a feature map ``[B, C, h, w]``."""
-    return tuple(y.shape[2:])

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from ..ops.attention import RULES
 from ..ops.layers import Norm
 
 NORMS = {
@@ -40,8 +41,9 @@ DROP_PATHS = (
 
 
 def qualified(module: nn.Module | type) -> str:
-    """The full name of a class, or of a module's class."""
+    """The full name of a class, or of a module's own class, patched or not."""
     cls = module if isinstance(module, type) else type(module)
+    cls = cls.__dict__.get("sbp_origin", (None, cls))[1]
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -69,6 +71,9 @@ class Parts:
 
     called: ClassVar[tuple[str, ...]] = ()
     """Fields whose modules are still called as modules; of the others the ops only read the parameters."""
+    hooks: ClassVar[str] = "would not run in training"
+    rules: ClassVar[tuple[str, ...]] = RULES
+    """The attention rules that the ops have for such a block."""
 
     def problems(self, block: nn.Module) -> Iterator[str]:
         """Why the ops can't run this block, one sentence each; nothing if they can."""
@@ -78,7 +83,7 @@ class Parts:
         called = [getattr(self, name) for name in self.called]
         for name, module in block.named_modules():
             if name and name not in called and any(getattr(module, hooks) for hooks in HOOKS):
-                yield f"{name} has hooks, which would not run in training; remove them first"
+                yield f"{name} has hooks, which {self.hooks}; remove them first"
         for name in self.idle:
             part = find(block, name)
             if not (part is None or part in (0, False) or isinstance(part, nn.Identity) or _idle_dropout(part)):

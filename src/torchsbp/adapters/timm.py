@@ -1,9 +1,12 @@
-"""timm: the ViT family of ``vision_transformer.Block`` and ConvNeXt."""
+"""timm: the families of ViT, EVA, BEiT, ViT with relative positions, MLP-Mixer, and ConvNeXt."""
+
+from dataclasses import replace
 
 from torch import Tensor, nn
 
-from .base import Adapter, Stage, early_stages, last_blocks, no_prefix, output_grid
+from .base import Adapter, Stage, early_stages
 from .parts import ConvBlock, Downsample, TransformerBlock
+from .residual import Mixer, Residual
 
 # Where timm keeps it, and where it was before.
 ATTENTION = ("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention")
@@ -18,10 +21,6 @@ def prefix_tokens(model: nn.Module) -> int:
     return int(model.num_prefix_tokens)  # type: ignore[arg-type]
 
 
-def vit_stages(model: nn.Module) -> list[Stage]:
-    return [Stage(tuple(f"blocks.{i}" for i in range(len(model.blocks))))]  # type: ignore[arg-type]
-
-
 def convnext_stages(model: nn.Module) -> list[Stage]:
     stages = []
     for i, stage in enumerate(model.stages):  # type: ignore[arg-type]
@@ -30,30 +29,71 @@ def convnext_stages(model: nn.Module) -> list[Stage]:
     return stages
 
 
+PRE_NORM = Residual()
+POST_NORM = Residual(mixers=(Mixer("attn", ""),))
+IN_ONE_PIECE = Residual(mixers=())
+
 VIT = Adapter(
     name="timm ViT",
     model="timm.models.vision_transformer.VisionTransformer",
-    entry="patch_embed",
     grid=patch_grid,
-    stages=vit_stages,
-    blocks={
-        "timm.models.vision_transformer.Block": TransformerBlock(
-            idle=(
-                *("attn.attn_drop", "attn.norm", "attn.gate", "attn.proj_drop"),
-                *("mlp.drop1", "mlp.norm", "mlp.drop2"),
-            ),
-            classes={"attn": ATTENTION, "mlp": MLP},
-        )
-    },
-    recipe=last_blocks,
     prefix=prefix_tokens,
+    blocks={
+        "timm.models.vision_transformer.Block": (
+            TransformerBlock(
+                idle=(
+                    *("attn.attn_drop", "attn.norm", "attn.gate", "attn.proj_drop"),
+                    *("mlp.drop1", "mlp.norm", "mlp.drop2"),
+                ),
+                classes={"attn": ATTENTION, "mlp": MLP},
+            ),
+            PRE_NORM,
+        ),
+        "timm.models.vision_transformer.ResPostBlock": POST_NORM,
+        "timm.models.vision_transformer.ParallelThingsBlock": Residual(mixers=(Mixer("attns.*.attn", "attns.*.norm"),)),
+        "timm.models.vision_transformer.ParallelScalingBlock": IN_ONE_PIECE,
+        "timm.models.vision_transformer.DiffParallelScalingBlock": IN_ONE_PIECE,
+    },
+)
+
+EVA = replace(
+    VIT,
+    name="timm EVA",
+    model="timm.models.eva.Eva",
+    blocks={"timm.models.eva.EvaBlock": PRE_NORM, "timm.models.eva.EvaBlockPostNorm": POST_NORM},
+)
+
+BEIT = replace(VIT, name="timm BEiT", model="timm.models.beit.Beit", blocks={"timm.models.beit.Block": PRE_NORM})
+
+RELATIVE_VIT = replace(
+    VIT,
+    name="timm ViT with relative positions",
+    model="timm.models.vision_transformer_relpos.VisionTransformerRelPos",
+    blocks={
+        "timm.models.vision_transformer_relpos.RelPosBlock": replace(PRE_NORM, constant=("attn.rel_pos",)),
+        "timm.models.vision_transformer_relpos.ResPostRelPosBlock": replace(POST_NORM, constant=("attn.rel_pos",)),
+    },
+)
+
+MIXER = replace(
+    VIT,
+    name="timm MLP-Mixer",
+    model="timm.models.mlp_mixer.MlpMixer",
+    entry="stem",
+    prefix=0,
+    blocks={
+        "timm.models.mlp_mixer.MixerBlock": Residual(mixers=(Mixer("mlp_tokens", "norm1", dim=2),)),
+        "timm.models.mlp_mixer.ResBlock": Residual(mixers=(Mixer("linear_tokens", "norm1", dim=2),)),
+        "timm.models.mlp_mixer.SpatialGatingBlock": Residual(
+            mixers=(Mixer("mlp_channels.gate", "norm mlp_channels.fc1 mlp_channels.act"),)
+        ),
+    },
 )
 
 CONVNEXT = Adapter(
     name="timm ConvNeXt",
     model="timm.models.convnext.ConvNeXt",
     entry="stem",
-    grid=output_grid,
     stages=convnext_stages,
     blocks={
         "timm.models.convnext.ConvNeXtBlock": ConvBlock(
@@ -61,6 +101,5 @@ CONVNEXT = Adapter(
         )
     },
     recipe=early_stages,
-    prefix=no_prefix,
     downsample=Downsample(),
 )

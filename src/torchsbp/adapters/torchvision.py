@@ -2,24 +2,15 @@
 
 from torch import nn
 
-from .base import Adapter, Stage, early_stages, last_blocks, no_prefix, output_grid
+from .base import Adapter, Stage, early_stages
 from .parts import ConvBlock, Downsample, TransformerBlock
-
-
-def vit_stages(model: nn.Module) -> list[Stage]:
-    return [Stage(tuple(f"encoder.layers.{name}" for name, _ in model.encoder.layers.named_children()))]  # type: ignore[union-attr]
-
-
-def class_token(model: nn.Module) -> int:
-    return 1
-
 
 VIT = Adapter(
     name="torchvision ViT",
     model="torchvision.models.vision_transformer.VisionTransformer",
     entry="conv_proj",
-    grid=output_grid,
-    stages=vit_stages,
+    stages="encoder.layers",
+    prefix=1,
     blocks={
         "torchvision.models.vision_transformer.EncoderBlock": TransformerBlock(
             idle=(
@@ -46,8 +37,6 @@ VIT = Adapter(
             drop2="",
         )
     },
-    recipe=last_blocks,
-    prefix=class_token,
 )
 
 
@@ -64,7 +53,6 @@ CONVNEXT = Adapter(
     name="torchvision ConvNeXt",
     model="torchvision.models.convnext.ConvNeXt",
     entry="features.0",
-    grid=output_grid,
     stages=convnext_stages,
     blocks={
         "torchvision.models.convnext.CNBlock": ConvBlock(
@@ -78,6 +66,5 @@ CONVNEXT = Adapter(
         )
     },
     recipe=early_stages,
-    prefix=no_prefix,
     downsample=Downsample(),
 )

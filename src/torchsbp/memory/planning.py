@@ -28,6 +28,7 @@ from ..adapters.parts import TransformerBlock
 from ..config import SBPConfig
 from ..patch import find_backbones, patched_modules, remove
 from ..patch import plan as bindings
+from ..sites import Binding
 from .estimating import Config, Estimate, Loss, Model, build, describe, estimate, fake_copy
 from .sizes import mib, parse_size
 
@@ -109,18 +110,18 @@ def sbp(**changes: Any) -> Level:
 def levels(model: nn.Module) -> list[Level]:
     """What can be done for the model, in order of preference (see above); within a level, the fastest first."""
     exact: list[Level] = [["full"], sbp(keep_ratio=1.0), ["checkpoint"]]
-    attention = has_attention(model)
-    if attention is None:
+    rules = has_rules(model)
+    if rules is None:
         return [["full"], ["checkpoint"]]
     sampled = [sbp(keep_ratio=ratio) for ratio in (0.75, 0.5, 0.25)]
     sampled += [sbp(keep_ratio=ratio, blocks=1.0) for ratio in (0.5, 0.25, 0.1)]
-    if attention:
+    if rules:
         sampled += [sbp(keep_ratio=ratio, blocks=1.0, attention="qkv") for ratio in (0.25, 0.1)]
     return exact + sampled
 
 
-def has_attention(model: nn.Module) -> bool | None:
-    """Whether the model can be patched (None: it can't) and then has attention to sample."""
+def has_rules(model: nn.Module) -> bool | None:
+    """Whether the model can be patched (None: it can't) and then has attention with more than one rule."""
     from torch._subclasses import FakeTensorMode
 
     model = fake_copy(model, FakeTensorMode(allow_non_fake_inputs=True))
@@ -128,12 +129,13 @@ def has_attention(model: nn.Module) -> bool | None:
         remove(model)
     backbones = list(find_backbones(model))
     try:
-        for name, module, adapter in backbones:
-            bindings(name, module, adapter, SBPConfig())
+        bound = [item for backbone in backbones for item in bindings(*backbone, SBPConfig())]
     except ValueError:
         return None
-    parts = [part for _, _, adapter in backbones for part in adapter.blocks.values()]
-    return any(isinstance(part, TransformerBlock) for part in parts) if backbones else None
+    if not backbones:
+        return None
+    parts = [binding.parts for _, _, binding in bound if isinstance(binding, Binding)]
+    return all("qkv" in part.rules for part in parts) and any(isinstance(part, TransformerBlock) for part in parts)
 
 
 def plan(

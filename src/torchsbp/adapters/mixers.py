@@ -1,0 +1,136 @@
+"""Attention for kept queries: what each library's module computes, with keys and values from all rows.
+
+An answer takes the module, its input at kept rows ``x [B, k, C]`` and at all rows ``everything [B, N, C]``, the kept
+``positions`` (``[B, k]``, or ``[1, k]`` where samples share them) and the module's other arguments. Modules that have
+none here are run on all rows, which is as right and takes longer.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .parts import qualified
+
+Answer = Callable[..., Any]
+
+
+def answer_of(module: nn.Module, arguments: dict[str, Any]) -> Answer | None:
+    """How the module answers for kept queries; None if it must run on all rows: masked, or its projection replaced."""
+    masked = arguments.get("attn_mask") is not None or arguments.get("is_causal")
+    plain = getattr(module, "qkv", None) is None or type(module.qkv) is nn.Linear
+    return ANSWERS.get(qualified(module)) if plain and not masked else None
+
+
+def attention(m: Any, x: Tensor, everything: Tensor, positions: Tensor, **masks: Any) -> Tensor:
+    return attend(m, x, *projections(m, x, everything))
+
+
+def rotary_attention(
+    m: Any, x: Tensor, everything: Tensor, positions: Tensor, rope: Tensor | None = None, **masks: Any
+) -> Tensor:
+    q, k, v = projections(m, x, everything)
+    if rope is not None:
+        prefix = m.num_prefix_tokens
+        q = rotated(m, q, at(rope, positions[:, prefix:] - prefix)).type_as(v)
+        k = rotated(m, k, rope).type_as(v)
+    return attend(m, x, q, k, v)
+
+
+def beit_attention(
+    m: Any, x: Tensor, everything: Tensor, positions: Tensor, shared_rel_pos_bias: Tensor | None = None
+) -> Tensor:
+    own = None if m.relative_position_bias_table is None else m._get_rel_pos_bias()
+    biases = [at(bias, positions) for bias in (own, shared_rel_pos_bias) if bias is not None]
+    return attend(m, x, *projections(m, x, everything), *biases)
+
+
+def relative_attention(
+    m: Any, x: Tensor, everything: Tensor, positions: Tensor, shared_rel_pos: Tensor | None = None
+) -> Tensor:
+    bias = shared_rel_pos if m.rel_pos is None else m.rel_pos.get_bias()
+    return attend(m, x, *projections(m, x, everything), *([] if bias is None else [at(bias, positions)]))
+
+
+def differential_attention(m: Any, x: Tensor, everything: Tensor, positions: Tensor, **masks: Any) -> Tensor:
+    (q1, q2), (k1, k2), v = projections(m, x, everything, pairs=True)
+    first = F.scaled_dot_product_attention(q1, k1, v, scale=m.scale)
+    second = F.scaled_dot_product_attention(q2, k2, v, scale=m.scale)
+    o = m.sub_norm(first - m._compute_lambda().type_as(q1) * second) * (1 - m.lambda_init)
+    return output(m, x, o)
+
+
+def multihead_attention(m: Any, x: Tensor, everything: Tensor, positions: Tensor, *same: Tensor, **masks: Any) -> Any:
+    return nn.MultiheadAttention.forward(m, x, everything, everything, **masks)
+
+
+ANSWERS: dict[str, Answer] = {
+    "timm.layers.attention.Attention": attention,
+    "timm.models.vision_transformer.Attention": attention,
+    "timm.layers.attention.AttentionRope": rotary_attention,
+    "timm.models.eva.EvaAttention": rotary_attention,
+    "timm.models.beit.Attention": beit_attention,
+    "timm.models.vision_transformer_relpos.RelPosAttention": relative_attention,
+    "timm.layers.diff_attention.DiffAttention": differential_attention,
+    "torch.nn.modules.activation.MultiheadAttention": multihead_attention,
+}
+
+
+def projections(m: Any, x: Tensor, everything: Tensor, pairs: bool = False) -> tuple[Any, Any, Tensor]:
+    """Queries ``[B, H, k, D]`` of kept rows, keys and values ``[B, H, N, D]`` of all rows; queries and keys of every
+    head as two halves if they are pairs."""
+    if m.qkv is None:
+        q, k, v = m.q_proj(x), m.k_proj(everything), m.v_proj(everything)
+    else:
+        separate = getattr(m, "q_bias", None) is not None
+        bias = torch.cat((m.q_bias, m.k_bias, m.v_bias)) if separate else m.qkv.bias
+        width = m.qkv.out_features // 3
+        q = F.linear(x, m.qkv.weight[:width], None if bias is None else bias[:width])
+        k, v = F.linear(everything, m.qkv.weight[width:], None if bias is None else bias[width:]).chunk(2, -1)
+    q, k, v = (t.unflatten(-1, (-1, v.shape[-1] // kv_heads(m))).transpose(1, 2) for t in (q, k, v))
+    if pairs:
+        return [m.q_norm(t) for t in q.chunk(2, -1)], [m.k_norm(t) for t in k.chunk(2, -1)], v
+    return getattr(m, "q_norm", same)(q), getattr(m, "k_norm", same)(k), v
+
+
+def attend(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *biases: Tensor) -> Tensor:
+    """Softmax attention, then the module's own layers."""
+    groups = m.num_heads // kv_heads(m)
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    bias = sum(biases[1:], biases[0]) if biases else None
+    return output(m, x, F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=m.scale))
+
+
+def output(m: Any, x: Tensor, o: Tensor) -> Tensor:
+    """The layers behind attention: norm, gate and projection where there are such."""
+    o = getattr(m, "norm", same)(o.transpose(1, 2).flatten(2))
+    gate = getattr(m, "gate", None)
+    return m.proj(o if gate is None else o * gate(x).sigmoid())
+
+
+def kv_heads(m: Any) -> int:
+    return getattr(m, "num_kv_heads", m.num_heads)
+
+
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+def at(table: Tensor, positions: Tensor) -> Tensor:
+    """Rows of ``table [(B,) (H,) N, D]`` at the kept positions; a table for every sample where positions differ."""
+    if positions.shape[0] == 1:
+        return table.index_select(-2, positions[0])
+    table = table.reshape(*[1] * (4 - table.dim()), *table.shape).expand(positions.shape[0], -1, -1, -1)
+    return table.take_along_dim(positions[:, None, :, None], 2)
+
+
+def rotated(m: Any, x: Tensor, rope: Tensor) -> Tensor:
+    """All rows but the prefix turned by their rotary embedding."""
+    from timm.layers import apply_rot_embed_cat
+
+    prefix = m.num_prefix_tokens
+    turned = apply_rot_embed_cat(x[:, :, prefix:], rope, half=getattr(m, "rotate_half", False))
+    return torch.cat([x[:, :, :prefix], turned], 2)

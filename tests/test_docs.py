@@ -1,0 +1,69 @@
+"""The pages under docs: their code runs and does what they say."""
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchsbp
+from torchsbp import SBPConfig, adapters
+from torchsbp.ops.reference import gate
+
+from .families import assert_gradients, step
+from .oracle import rows_of
+
+PAGE = (Path(__file__).parents[1] / "docs" / "adapters.md").read_text()
+
+
+@pytest.fixture
+def page(monkeypatch) -> dict:
+    """What the example of the page defines."""
+    monkeypatch.setattr(adapters, "ADAPTERS", list(adapters.ADAPTERS))
+    names: dict = {"__name__": "page"}
+    exec(re.search(r"```python\n(.*?)```", PAGE, re.S).group(1), names)
+    return names
+
+
+def test_your_own_vit_is_registered_in_under_twenty_lines(page):
+    registration = re.search(r"^torchsbp.register\(.*?^\)$", PAGE, re.S | re.M).group(0)
+    assert registration.count("\n") + 1 < 20
+    assert list(torchsbp.kept(page["model"])) == [f"layers.{i}" for i in range(2, 6)]
+
+
+@pytest.mark.parametrize("options", [{}, {"per_sample": True}, {"recompute": False}], ids=str)
+def test_your_own_vit_gets_the_gradients_of_kept_rows(page, options):
+    torch.manual_seed(0)
+    plain = page["MyViT"](dim=16, depth=3).double()
+    model = torchsbp.apply(copy.deepcopy(plain), config=SBPConfig(**options))
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    y, found = step(model, x)
+    for name, positions in torchsbp.kept(model).items():
+        layer = plain.get_submodule(name)
+
+        def gated(module, args, output, p=positions):
+            y = output[0] if isinstance(output, tuple) else output
+            y = gate(y, rows_of(p, y.shape[1]))
+            return (y, *output[1:]) if isinstance(output, tuple) else y
+
+        layer.attn.register_forward_hook(gated)
+        layer.mlp.register_forward_hook(gated)
+    expected_y, expected = step(plain, x)
+    assert torch.equal(y, expected_y)
+    assert_gradients(found, expected)
+
+
+def test_register_takes_adapters_and_the_last_one_wins(page):
+    with pytest.raises(TypeError, match=r"register takes a torchsbp.adapters.Adapter, got dict"):
+        torchsbp.register({})
+    torchsbp.register(adapters.Adapter("again", page["MyViT"], {}, entry="patches", stages="layers"))
+    with pytest.raises(ValueError, match=r"again: this model has parts .*\n  layers.0 is page.Block; supported: "):
+        torchsbp.apply(page["MyViT"]())
+
+
+def test_a_patched_model_is_loaded_where_its_adapter_is_registered():
+    with pytest.raises(
+        ValueError, match=r"no adapter for page.MyViT: call torchsbp.register\(adapter\) before loading"
+    ):
+        adapters.registered("page.MyViT")

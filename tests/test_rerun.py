@@ -1,0 +1,288 @@
+"""Blocks run again on kept rows by their own forward: forward bit-exact, gradients equal the gated library model."""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+
+import torchsbp
+from torchsbp import SBPConfig, residual
+from torchsbp.adapters import mixers
+from torchsbp.memory.planning import levels
+
+from .counting import SavedBytes
+from .families import assert_gradients, step
+from .residuals import LEARNED_BIAS, MODELS, check_against_oracle, images_for, install, model_of
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.5, 0.25])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_equal_the_oracle(name, ratio):
+    model = model_of(name)
+    check_against_oracle(model, SBPConfig(keep_ratio=ratio), images_for(model))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scope": "block"},
+        {"recompute": False},
+        {"recompute": False, "scope": "block"},
+        {"per_sample": True, "sampler": "random"},
+        {"blocks": 1.0, "keep_ratio": (0.25, 0.75), "recompute": 0.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_options_and_stochastic_depth_equal_the_oracle(name, options):
+    model = model_of(name, drop_path_rate=0.5)
+    check_against_oracle(model, SBPConfig(**{"keep_ratio": 0.5} | options), images_for(model))
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in LEARNED_BIAS])
+def test_forward_is_bit_identical(name):
+    plain = model_of(name, drop_path_rate=0.5)
+    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5)
+    x = images_for(model)
+    assert torch.equal(step(model, x)[0], step(plain, x)[0])
+
+
+@pytest.mark.parametrize("name", ["eva02", "beit", "differential attention", "parallel"])
+def test_a_mixer_that_nobody_described_runs_on_all_rows_to_the_same_gradients(name, monkeypatch):
+    model = torchsbp.apply(model_of(name), keep_ratio=0.5, per_sample=True)
+    x = images_for(model)
+    _, expected = step(model, x)
+    torchsbp.set_step(model, 0)
+    calls = []
+    monkeypatch.setattr(mixers, "ANSWERS", {})
+    monkeypatch.setattr(residual, "answer_of", lambda *args: calls.append(mixers.answer_of(*args)))
+    _, found = step(model, x)
+    assert calls
+    assert_gradients(found, expected)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_scale_weight_is_the_inverse_ratio(recompute):
+    options = {"keep_ratio": 0.25, "blocks": [1], "recompute": recompute}
+    model = torchsbp.apply(model_of("eva02", class_token=False), **options)
+    scaled = torchsbp.apply(model_of("eva02", class_token=False), scale="weight", **options)
+    x = images_for(model)
+    (_, a), (_, b) = step(model, x), step(scaled, x)
+    for name in a:
+        factor = 4 if name.startswith("blocks.1.") else 1
+        torch.testing.assert_close(b[name], factor * a[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("name", ["eva02", "relative", "mixer"])
+def test_autocast_forward_equals_plain_and_gradients_are_as_close(name, recompute):
+    plain = model_of(name).float()
+    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=1.0, recompute=recompute)
+    sampled = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5, recompute=recompute)
+    x = images_for(plain).float()
+    _, exact = step(plain, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, found = step(model, x)
+        sampled_y, sampled_found = step(sampled, x)
+        expected_y, expected = step(plain, x)
+    torch.testing.assert_close(y, expected_y, rtol=0, atol=1e-5 if name not in LEARNED_BIAS else 1e-2)
+    assert torch.equal(sampled_y, y) or name in LEARNED_BIAS
+    assert sampled_found.keys() == exact.keys()
+    assert all(g.dtype == torch.float32 and g.norm() > 0 for g in sampled_found.values())
+    error = sum((found[k] - exact[k]).square().sum() for k in exact).sqrt()
+    baseline = sum((expected[k] - exact[k]).square().sum() for k in exact).sqrt()
+    assert error <= 1.5 * baseline
+
+
+def saved(model: torch.nn.Module, dtype: torch.dtype | None = None) -> int:
+    x = images_for(model).to(next(model.parameters()).dtype)
+    with SavedBytes(model, x) as count, torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        model(x)
+    return count.total
+
+
+@pytest.mark.parametrize("name", ["eva02", "beit", "parallel", "eva post norm"])
+def test_a_recomputed_block_saves_its_input_alone(name):
+    """One more block, sampled or not: B N C numbers more, in bfloat16 under autocast."""
+    for blocks in ([0], [0, 1]):
+        short, long = (torchsbp.apply(model_of(name, depth=d), keep_ratio=0.5, blocks=blocks) for d in (2, 3))
+        tokens = 3 * (24 + short.num_prefix_tokens) * 24
+        assert saved(long) - saved(short) == 8 * tokens
+        assert saved(long.float(), torch.bfloat16) - saved(short.float(), torch.bfloat16) == 2 * tokens
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("name", ["eva02", "mixed rope", "relative", "parallel"])
+def test_copies_train_their_own_weights(name, how):
+    model = torchsbp.apply(model_of(name, drop_path_rate=0.5), keep_ratio=0.5)
+    x = images_for(model)
+    _, expected = step(model, x)
+    torchsbp.set_step(model, 0)
+    twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    model.zero_grad()
+    _, found = step(twin, x)
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(found[key], g) for key, g in expected.items())
+
+
+@pytest.mark.parametrize("name", ["eva02", "relative", "mixer"])
+def test_eval_no_grad_and_remove_leave_the_model_as_it_was(name):
+    plain = model_of(name, drop_path_rate=0.5)
+    model = copy.deepcopy(plain)
+    classes, attributes = [type(m) for m in model.modules()], [set(m.__dict__) for m in model.modules()]
+    torchsbp.apply(model, keep_ratio=0.5)
+    x = images_for(model)
+    step(model, x)
+    with torch.no_grad():
+        assert torch.equal(seeded(model, x), seeded(plain, x))
+    (y, gradients), (expected_y, expected) = step(model.eval(), x), step(plain.eval(), x)
+    assert torch.equal(y, expected_y)
+    assert all(torch.equal(gradients[key], g) for key, g in expected.items())
+    torchsbp.remove(model)
+    assert [type(m) for m in model.modules()] == classes
+    assert [set(m.__dict__) for m in model.modules()] == attributes
+
+
+def seeded(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(2)
+    return model(x)
+
+
+@pytest.mark.parametrize("name", ["eva02", "mixed rope", "beit"])
+def test_checkpointing_repeats_the_same_masks(name):
+    model = torchsbp.apply(model_of(name, drop_path_rate=0.5), keep_ratio=0.5)
+    x = images_for(model)
+    _, expected = step(model, x)
+    torchsbp.set_step(model, 0)
+    model.set_grad_checkpointing()
+    assert_gradients(step(model, x)[1], expected)
+
+
+def test_frozen_parts_and_two_backward_passes():
+    model = torchsbp.apply(model_of("eva02", drop_path_rate=0.5), keep_ratio=0.5)
+    x = images_for(model)
+    _, everything = step(model, x)
+    everything = {name: g.clone() for name, g in everything.items()}
+    model.zero_grad()
+    for i, p in enumerate(model.parameters()):
+        p.requires_grad_(i % 3 == 1)
+    for _ in range(2):
+        torchsbp.set_step(model, 0)
+        y = seeded(model, x)
+        (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y) + y.square()).sum().backward()
+    twice = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert 0 < len(twice) < len(everything)
+    assert_gradients(twice, {name: 2 * everything[name] for name in twice})
+
+
+def test_parameters_given_by_functional_call_get_the_gradients():
+    model = torchsbp.apply(model_of("eva02"), keep_ratio=0.5)
+    x = images_for(model)
+    given = {name: (p.detach() + 0.01).requires_grad_() for name, p in model.named_parameters()}
+    torch.func.functional_call(model, given, x).square().sum().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.01)
+    torchsbp.set_step(model, 0)
+    model(x).square().sum().backward()
+    assert_gradients({n: p.grad for n, p in given.items()}, {n: p.grad for n, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize("name", ["eva02", "gated rope"])
+def test_attention_masks_reach_the_mixers(name):
+    model, mask = model_of(name), torch.ones(25, 25, dtype=torch.bool).tril()
+    plain, x = copy.deepcopy(model), images_for(model)
+    torchsbp.apply(model, keep_ratio=0.5)
+    model(x, attn_mask=mask).square().sum().backward()
+    install(plain, torchsbp.kept(model), "branch")
+    plain(x, attn_mask=mask).square().sum().backward()
+    found, expected = ({n: p.grad for n, p in m.named_parameters()} for m in (model, plain))
+    assert_gradients(found, expected)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_the_output_bears_in_place_operations(recompute):
+    model = torchsbp.apply(model_of("eva02"), keep_ratio=0.5, recompute=recompute)
+    x = images_for(model)
+    _, expected = step(model, x)
+    torchsbp.set_step(model, 0)
+    model.blocks[1].register_forward_hook(lambda block, args, y: y.mul_(2).div_(2))
+    assert_gradients(step(model, x)[1], expected)
+
+
+def test_dropped_tokens_are_refused():
+    model = torchsbp.apply(model_of("eva02", patch_drop_rate=0.5), keep_ratio=0.5)
+    with pytest.raises(ValueError, match=r"blocks.1 was given 3 samples of 13 positions.*patch_drop_rate"):
+        model(images_for(model))
+
+
+def test_estimate_counts_what_is_saved():
+    config = SBPConfig(keep_ratio=0.5)
+    model = model_of("eva02").float()
+    x = images_for(model).float()
+    found = torchsbp.estimate(model, x.shape, config, precision="float32", device="cpu")
+    torchsbp.apply(model, config=config)
+    with SavedBytes(model, x) as expected:
+        F.cross_entropy(model(x), torch.zeros(3, dtype=torch.long))
+    assert found.saved_bytes == expected.total
+    assert set(found.saved) == {"blocks.0", "blocks.1", "blocks.2"}
+
+
+def test_plan_offers_the_rules_that_the_blocks_have():
+    found = torchsbp.plan(functools.partial(model_of, "eva02"), (2, 3, 32, 48), "1GiB", precision="float32")
+    assert found.config == "full"
+    rules = {c.attention for level in levels(model_of("eva02")) for c in level if isinstance(c, SBPConfig)}
+    assert rules == {"query"}
+
+
+MATRIX_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+
+
+COMPILED = [("eva02", {}), ("mixer", {"recompute": False, "per_sample": True}), ("one piece", {"scope": "block"})]
+
+
+@pytest.mark.parametrize("name, options", COMPILED, ids=str)
+def test_compiled_forward_has_no_second_run(name, options):
+    """Full graph, new masks in every step, no recompilation; forward has no more products than plain training."""
+    products = []
+
+    def count(graph, inputs):
+        products.append(sum(node.target in MATRIX_PRODUCTS for node in graph.graph.nodes))
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(
+        fw_compiler=count,
+        bw_compiler=lambda graph, inputs: make_boxed_func(graph),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    plain = model_of(name, drop_path_rate=0.5)
+    check_compiled(copy.deepcopy(plain), backend, steps=1)
+    check_compiled(torchsbp.apply(plain, keep_ratio=0.5, **options), backend, steps=3)
+    assert products[0] == products[1]
+
+
+@pytest.mark.slow
+def test_inductor():
+    check_compiled(torchsbp.apply(model_of("mixed rope", depth=1), keep_ratio=0.5), "inductor", steps=2)
+
+
+def check_compiled(eager, backend, steps: int) -> None:
+    torch._dynamo.reset()
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for i in range(steps):
+            x = images_for(model) + i
+            y, expected = step(eager, x)
+            model.zero_grad()
+            found = seeded(compiled, x)
+            torch.testing.assert_close(found, y, rtol=1e-10, atol=1e-10)
+            (found * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y) + found.square()).sum().backward()
+            assert_gradients({n: p.grad for n, p in model.named_parameters()}, expected)
+    torch._dynamo.reset()
