@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import rows as R
-from .layers import Backward, Grad, autocast_dtype, lean
+from .layers import Backward, Grad, autocast_dtype, saved_dtype
 
 Again = Callable[..., Tensor]
 
@@ -60,7 +60,7 @@ class _Rerun(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, again: Again, y: Tensor, rows: R.Rows, how: Backward, x: Tensor, *tensors: Tensor) -> Tensor:
         ctx.static = again, how, x.dtype, autocast_dtype(x)
-        ctx.save_for_backward(rows, lean(x, autocast_dtype(x), recompute=True), *tensors)
+        ctx.save_for_backward(rows, x.to(saved_dtype(x, autocast_dtype(x), recompute=True)), *tensors)
         ctx.mark_dirty(y)
         return y
 
