@@ -4,6 +4,7 @@ import argparse
 import json
 import platform
 import subprocess
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def parser(doc: str | None, models: list[str] = MEASURED, methods: list[str] | N
     result.add_argument("--jobs", type=int, default=1, help="cases prepared at the same time; one at a time is timed")
     result.add_argument("--limit", type=float, default=300, help="seconds for a case to prepare, and to be measured")
     result.add_argument("--out", type=Path, help="JSON file for the rows")
-    result.add_argument("--commit", default="", help="commit to record where git is not at hand")
+    result.add_argument("--commit", default="", help="commit to record, instead of what git says")
     return result
 
 
@@ -52,7 +53,7 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
     return {
         "device": device,
         **versions,
-        "commit": commit or args.commit,
+        "commit": args.commit or commit,
         "precision": "bf16" if args.bf16 else "float32",
     }
 
@@ -65,3 +66,9 @@ def write(args: argparse.Namespace, rows: list[Row]) -> None:
 
 def read(path: Path) -> list[Row]:
     return json.loads(path.read_text())["rows"]
+
+
+def fastest_mode(rows: Sequence[Row], model: str) -> str:
+    """The mode in which plain training of a model takes the least time: what the others have to beat."""
+    plain = [row for row in rows if (row["model"], row["method"]) == (model, "full") and "step ms" in row]
+    return min(plain, key=lambda row: row["step ms"])["mode"] if plain else "eager"

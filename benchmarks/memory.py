@@ -5,12 +5,12 @@
     python benchmarks/memory.py --show benchmarks/results/memory.json
 
 One row per case, written when it comes. A row of part "peak" has the predicted and the measured peak. A row of part
-"plan" is the configuration that ``plan`` chooses for ViT-B, run with the allocator capped to the budget: it must not
-run out. "before" is the candidate before it, run the same way: it should run out, or was left out for headroom.
+"plan" is the configuration that ``plan`` chooses for ViT-B, run with the allocator capped to what CUDA itself leaves of
+the budget: it must not run out. "before" is the candidate before it, run the same way: it should run out, or was left
+out for headroom.
 """
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 import children
 import commandline
 from case import Row, release
+from limits import CONTEXT, cap
 from torchsbp import SBPConfig, estimate, plan
 from torchsbp.memory import DoesNotFitError
 from torchsbp.memory.estimating import Config, Estimate, describe
@@ -37,6 +38,7 @@ BATCHES = {
 RATIOS = (0.75, 0.5, 0.25)
 BUDGETS = ("8GiB", "12GiB", "16GiB", "24GiB", "80GiB")
 PLANNED = "vit_base_patch16_224"
+MEASURED = ("peak MiB", "reserved MiB")
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Job:
         predicted = [estimate(named.build, shape, config, self.precision, device=self.device) for config, _ in rows]
         yield {}
         if self.memory and self.device == "cuda":
-            cap(parse_size(self.memory))
+            cap(parse_size(self.memory) - CONTEXT)
         for (config, row), expected in zip(rows, predicted, strict=True):
             yield row | self.measured(named, shape, config, expected)
 
@@ -98,12 +100,6 @@ class Job:
             row |= {"peak MiB": found.peak / MIB, "reserved MiB": found.reserved / MIB}
             row["error of prediction"] = predicted.peak / found.peak - 1
         return row
-
-
-def cap(memory: int) -> None:
-    """The allocator's limit for this process."""
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, memory / total))
 
 
 def jobs(args: argparse.Namespace) -> Iterator[Job]:
@@ -140,6 +136,17 @@ def markdown(found: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def plans_markdown(found: Sequence[Row]) -> str:
+    """The table of plans: what was chosen and what became of it in the memory it was chosen for."""
+    lines = ["| memory | batch | role | method | predicted | measured | reserved |", "|---|---|---|---|---|---|---|"]
+    for row in found:
+        if row["part"] == "plan" and "method" in row:
+            sizes = ["out of memory", "–"] if "outcome" in row else [f"{row[k]:.0f} MiB" for k in MEASURED if k in row]
+            cells = [row["memory"], row["batch"], row["role"], row["method"], f"{row['predicted MiB']:.0f} MiB", *sizes]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(BATCHES), choices=[*BATCHES, "test_vit", "test_convnext"])
@@ -151,19 +158,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=1, help="cases prepared at the same time; one at a time is run")
     parser.add_argument("--limit", type=float, default=300, help="seconds for a case")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
-    parser.add_argument("--commit", default="", help="commit to record where git is not at hand")
+    parser.add_argument("--commit", default="", help="commit to record, instead of what git says")
     parser.add_argument("--show", type=Path, help="print the table of a JSON file and stop")
     args = parser.parse_args(argv)
     args.bf16 = args.device == "cuda"
     if args.show:
-        print(markdown(json.loads(args.show.read_text())["rows"]))
+        found = commandline.read(args.show)
+        print(f"{markdown(found)}\n\n{plans_markdown(found)}")
         return
     found: list[Row] = []
     for row in children.run(Job.run, list(jobs(args)), args.jobs, args.limit):
         found.append(row)
         commandline.write(args, found)
         print(show(row), flush=True)
-    print(markdown(found))
+    print(f"{markdown(found)}\n\n{plans_markdown(found)}")
 
 
 if __name__ == "__main__":

@@ -20,9 +20,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.transforms import Bbox
 
+from commandline import fastest_mode
+
 Row = dict[str, Any]
 
 SBP, EXACT, OTHER, FRONT, LIGHT = "#d1495b", "#2e86ab", "#6b7280", "#f0b9bf", "#d7dae0"
+MODES = {"eager": "eager", "compiled": "compiled", "graphs": "compiled with CUDA graphs"}
 MARKERS = {"full": "*", "checkpoint": "D", "budget": "P", "offload": "v", "algorithm": "X", "patch": "^", "exact": "h"}
 OTHER_FORWARD = ("patch drop",)  # what the model computes is changed: not on the front
 STYLE: Any = {
@@ -100,7 +103,7 @@ def draw_front(axes: Axes, rows: Sequence[Row]) -> None:
         colour, marker = style(row["method"])
         size = 130 if marker == "*" else 42
         axes.scatter(row["memory"], row["speed"], s=size, c=colour, marker=marker, edgecolors="white", lw=0.6, zorder=3)
-    axes.set_title(f"{rows[0]['model']}, batch {rows[0]['batch']}")
+    axes.set_title(f"{rows[0]['model']}, batch {rows[0]['batch']}, {MODES[rows[0]['mode']]}")
     axes.set_xlabel("peak memory, × full backprop  (← better)")
     axes.set_ylabel("speed, × full backprop  (better →)")
     speeds = [row["speed"] for row in rows]
@@ -216,7 +219,7 @@ def draw_bars(axes: Axes, rows: Sequence[Row], methods: Sequence[str]) -> None:
 
 
 def draw(rows: Sequence[Row], out: Path) -> None:
-    """The picture that these rows, all of one mode, are for."""
+    """The picture that these rows, of one mode for each model, are for."""
     kinds = {"axis": growth, "limit GiB": limits, "step ms": front}
     picture = next(kind for key, kind in kinds.items() if any(key in row for row in rows))
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -228,14 +231,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="JSON file of run.py, limits.py or growth.py")
     parser.add_argument("--out", type=Path, required=True, help="picture: .png, .svg, …")
-    parser.add_argument(
-        "--mode", choices=["eager", "compiled", "graphs"], help="default: compiled where there are such rows"
-    )
+    parser.add_argument("--mode", choices=list(MODES), help="default: for each model the fastest for plain training")
     args = parser.parse_args(argv)
 
     rows = json.loads(args.results.read_text())["rows"]
-    mode = args.mode or ("compiled" if "compiled" in unique(rows, "mode") else "eager")
-    draw([row for row in rows if row["mode"] == mode], args.out)
+    draw([row for row in rows if row["mode"] == (args.mode or fastest_mode(rows, row["model"]))], args.out)
 
 
 if __name__ == "__main__":
