@@ -1,4 +1,4 @@
-"""With autocast, torch.compile, DDP and FSDP2."""
+"""With autocast, torch.compile, DDP, FSDP2, EMA, state dicts, export, hooks, other heads and image sizes."""
 
 import copy
 import os
@@ -9,12 +9,15 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from timm.utils import ModelEmaV3
 from torch import nn
 
 import torchsbp
+from torchsbp import SBPConfig
 
 from .counting import SavedBytes
-from .families import FAMILIES, assert_gradients, entry_of, images, step
+from .families import FAMILIES, assert_gradients, entry_of, images, step, tiny_vit
+from .oracle import install
 
 SMALL = ["vit", "vit layer scale, drop path", "convnext", "torchvision convnext"]
 
@@ -35,6 +38,38 @@ def test_autocast_forward_equals_plain_and_gradients_are_as_close(name, dtype):
     baseline = sum((expected[k] - exact[k]).square().sum() for k in exact).sqrt()
     assert error <= 1.5 * baseline
     assert all(found[k].dtype == torch.float32 for k in found)
+
+
+@pytest.mark.parametrize("name", ["vit", "convnext"])
+def test_grad_scaler_in_half_precision(name):
+    """Unscaled gradients are as close as plain ones; an overflow reaches the scaler, which skips the step."""
+    plain = FAMILIES[name].model().float()
+    x = images().float()
+    _, exact = step(plain, x)
+
+    def scaled(model: nn.Module, scale: float) -> tuple[torch.amp.GradScaler, torch.optim.Optimizer]:
+        scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=scale), torch.optim.SGD(model.parameters(), lr=0.1)
+        model.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            y = model(x)
+        weights = torch.linspace(-1, 1, y.numel()).view_as(y)
+        scaler.scale((y.float() * weights + y.float().square()).sum()).backward()
+        scaler.unscale_(optimizer)
+        return scaler, optimizer
+
+    errors = {}
+    for ratio in (None, 1.0):
+        model = copy.deepcopy(plain) if ratio is None else torchsbp.apply(copy.deepcopy(plain), keep_ratio=ratio)
+        scaled(model, 2.0**6)
+        errors[ratio] = sum((p.grad - exact[n]).square().sum() for n, p in model.named_parameters()).sqrt()
+    assert errors[1.0] <= 1.5 * errors[None]
+
+    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5)
+    scaler, optimizer = scaled(model, 2.0**30)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**29
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
 @pytest.fixture
@@ -107,6 +142,35 @@ def test_compiled_convnext_with_changing_image_sizes():
         assert_gradients(found, expected)
 
 
+def test_compiled_once_for_all_batch_sizes(no_recompilation):
+    eager = torchsbp.apply(FAMILIES["vit"].model(depth=1), keep_ratio=0.5, scale="weight")
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch in (4, 6, 2):  # not 3, the number of channels: sizes that are equal at first are taken to stay equal
+        x = images(batch)
+        for m in (model, eager):
+            m.zero_grad()
+        compiled(x).square().sum().backward()
+        eager(x).square().sum().backward()
+        found, expected = ({n: p.grad for n, p in m.named_parameters()} for m in (model, eager))
+        assert_gradients(found, expected)
+        assert torch.equal(torchsbp.kept(model)["blocks.0"], torchsbp.kept(eager)["blocks.0"])
+
+
+def test_compiled_with_checkpointed_blocks(no_recompilation):
+    eager = torchsbp.apply(FAMILIES["vit"].model(depth=1), keep_ratio=0.5)
+    model = copy.deepcopy(eager)
+    model.set_grad_checkpointing()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for i in range(2):
+        for m in (model, eager):
+            m.zero_grad()
+        compiled(images() + i).square().sum().backward()
+        eager(images() + i).square().sum().backward()
+        found, expected = ({n: p.grad for n, p in m.named_parameters()} for m in (model, eager))
+        assert_gradients(found, expected)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at the block's non-leaf input
 def test_compiled_blocks_alone(no_recompilation):
     """Regional compilation: masks are inputs of each block's graph."""
@@ -133,6 +197,16 @@ def _run(rank: int, worker, folder: str, *args) -> None:
     dist.destroy_process_group()
 
 
+def average_of_ranks(monkeypatch, masks_step: int, **options) -> dict[str, torch.Tensor]:
+    """What two processes must find: each half of the batch with the masks of its rank."""
+    model = torchsbp.apply(FAMILIES["vit"].model(), **options)
+    for rank in range(2):
+        monkeypatch.setattr(torchsbp.masks, "_rank", lambda rank=rank: rank)
+        torchsbp.set_step(model, masks_step)
+        model(images(4)[2 * rank : 2 * rank + 2]).square().sum().backward()
+    return {n: p.grad / 2 for n, p in model.named_parameters()}
+
+
 def train_ddp(rank: int, ratio: float) -> dict:
     model = torchsbp.apply(FAMILIES["vit"].model(), keep_ratio=ratio, sampler="random")
     parallel = nn.parallel.DistributedDataParallel(model)
@@ -154,10 +228,12 @@ def test_ddp_equals_one_process(tmp_path):
         assert_gradients(result["gradients"], expected)
 
 
-def test_ddp_draws_a_mask_per_rank_and_agrees_on_gradients(tmp_path):
+def test_ddp_draws_a_mask_per_rank_and_averages_their_gradients(tmp_path, monkeypatch):
     first, second = spawn(train_ddp, tmp_path, 0.5)
     assert not torch.equal(first["kept"], second["kept"])
-    assert_gradients(first["gradients"], second["gradients"])
+    expected = average_of_ranks(monkeypatch, 1, keep_ratio=0.5, sampler="random")
+    for result in (first, second):
+        assert_gradients(result["gradients"], expected)
 
 
 def train_fsdp(rank: int, ratio: float) -> dict:
@@ -181,7 +257,103 @@ def test_fsdp2_equals_one_process(tmp_path):
         assert_gradients(result, expected)
 
 
-def test_fsdp2_trains_with_sampling(tmp_path):
-    first, second = spawn(train_fsdp, tmp_path, 0.5)
-    assert_gradients(first, second)
-    assert all(g.norm() > 0 for n, g in first.items() if "norm" in n)
+def test_fsdp2_averages_the_sampled_gradients_of_the_ranks(tmp_path, monkeypatch):
+    expected = average_of_ranks(monkeypatch, 0, keep_ratio=0.5)
+    for result in spawn(train_fsdp, tmp_path, 0.5):
+        assert_gradients(result, expected)
+
+
+def trained(model: nn.Module, steps: range, ema: ModelEmaV3 | None = None) -> nn.Module:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for i in steps:
+        step(model, images() + i)
+        optimizer.step()
+        if ema is not None:
+            ema.update(model)
+    return model
+
+
+def test_ema_averages_the_weights_and_leaves_the_masks_alone():
+    """The average is a patched copy of its own; at ratio 1 it is that of plain training, at 0.5 training is unmoved."""
+    averages = []
+    for ratio in (1.0, None):
+        model = FAMILIES["vit"].model() if ratio is None else torchsbp.apply(FAMILIES["vit"].model(), ratio)
+        averages.append(ModelEmaV3(model, decay=0.5))
+        trained(model, range(3), averages[-1])
+    found, expected = (dict(ema.module.named_parameters()) for ema in averages)
+    assert_gradients(found, expected)
+
+    alone = trained(torchsbp.apply(FAMILIES["vit"].model(), 0.5, sampler="random"), range(3))
+    model = torchsbp.apply(FAMILIES["vit"].model(), 0.5, sampler="random")
+    ema = ModelEmaV3(model, decay=0.5)
+    trained(model, range(3), ema)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), alone.parameters(), strict=True))
+    assert entry_of(ema.module).sbp_step == 0
+
+
+@pytest.mark.parametrize("name", ["vit", "convnext"])
+def test_a_state_dict_continues_in_a_new_model_and_loads_into_a_plain_one(name):
+    whole = trained(torchsbp.apply(FAMILIES[name].model(), 0.5, sampler="random"), range(4))
+    half = trained(torchsbp.apply(FAMILIES[name].model(), 0.5, sampler="random"), range(2))
+    model = torchsbp.apply(FAMILIES[name].model(), 0.5, sampler="random")
+    model.load_state_dict(half.state_dict())
+    torchsbp.set_step(model, 2)
+    trained(model, range(2, 4))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
+    plain = FAMILIES[name].model().eval()
+    plain.load_state_dict(whole.state_dict())
+    assert torch.equal(plain(images()), whole.eval()(images()))
+
+
+@pytest.mark.parametrize("name", ["vit", "convnext"])
+def test_export_in_eval_mode(name):
+    model = torchsbp.apply(FAMILIES[name].model(), keep_ratio=0.5).eval()
+    batch = {0: torch.export.Dim("batch")}
+    exported = torch.export.export(model, (images(4),), dynamic_shapes=(batch,))
+    assert torch.equal(exported.module()(images(2)), model(images(2)))
+    assert exported.state_dict.keys() == FAMILIES[name].model().state_dict().keys()
+
+
+def test_hooks_on_blocks_see_what_they_see_in_a_plain_model():
+    seen: dict[float | None, list[torch.Tensor]] = {None: [], 1.0: []}
+    for ratio, values in seen.items():
+        model = FAMILIES["vit"].model() if ratio is None else torchsbp.apply(FAMILIES["vit"].model(), ratio)
+        block = model.blocks[1]
+        block.register_forward_pre_hook(lambda _, args, v=values: v.append(args[0].detach()))
+        block.register_forward_hook(lambda _, args, y, v=values: v.append(y.detach()))
+        block.register_full_backward_hook(lambda _, dx, dy, v=values: v.extend([dx[0], dy[0]]))
+        step(model, images())
+    assert len(seen[1.0]) == 4
+    for found, expected in zip(*seen.values(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["vit", "convnext"])
+def test_a_new_head_after_apply(name):
+    """timm's reset_classifier; the rest of the model is as the oracle says."""
+    models = [torchsbp.apply(FAMILIES[name].model(), keep_ratio=0.5), FAMILIES[name].model()]
+    for model in models:
+        torch.manual_seed(3)
+        model.reset_classifier(7)
+        model.double()
+    y, gradients = step(models[0], images())
+    install(models[1], torchsbp.kept(models[0]), SBPConfig(keep_ratio=0.5))
+    expected_y, expected = step(models[1], images())
+    assert y.shape == (3, 7)
+    torch.testing.assert_close(y, expected_y, rtol=1e-12, atol=1e-12)
+    assert_gradients(gradients, expected)
+
+
+def test_vit_with_changing_image_sizes():
+    plain = tiny_vit(dynamic_img_size=True, img_size=64).double().train()
+    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5)
+    for height, width in ((64, 64), (96, 64), (48, 128)):
+        x = torch.randn(2, 3, height, width, dtype=torch.float64)
+        y, gradients = step(model, x)
+        kept = torchsbp.kept(model)
+        assert kept["blocks.2"].shape == (2, 1 + height * width // 256 // 2)
+        oracle = copy.deepcopy(plain)
+        install(oracle, kept, SBPConfig(keep_ratio=0.5))
+        expected_y, expected = step(oracle, x)
+        torch.testing.assert_close(y, expected_y, rtol=1e-12, atol=1e-12)
+        assert_gradients(gradients, expected)

@@ -327,5 +327,6 @@ def test_rms_norm_in_half_precision_does_not_overflow():
 
 
 def test_import_needs_torch_alone():
-    code = "import sys, torchsbp; print([m for m in ('timm', 'torchvision', 'transformers') if m in sys.modules])"
+    libraries = ("timm", "torchvision", "transformers", "lightning", "accelerate", "peft")
+    code = f"import sys, torchsbp; print([m for m in {libraries} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -82,3 +82,14 @@ PRESETS = {
     "default": SBPConfig(),
     "paper": SBPConfig(keep_ratio=0.5, sampler="grid", attention="qkv"),
 }
+
+
+def configured(keep_ratio: KeepRatio | None, config: SBPConfig | None, options: dict[str, Any]) -> SBPConfig:
+    """What ``apply`` is given, as one configuration: ``config``, or the default preset, with these fields changed."""
+    unknown = sorted(set(options) - set(SBPConfig.__dataclass_fields__))
+    if unknown:
+        allowed = ", ".join(SBPConfig.__dataclass_fields__)
+        raise TypeError(f"unknown option {', '.join(unknown)}; allowed: {allowed}")
+    if keep_ratio is not None:
+        options = options | {"keep_ratio": keep_ratio}
+    return replace(config or PRESETS["default"], **options)

@@ -1,7 +1,7 @@
 """apply, remove, kept, set_step: patch a model in place and undo it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from numbers import Integral
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from .adapters import ADAPTERS, match
 from .adapters.base import Adapter, Stage
 from .adapters.parts import ConvBlock, Downsample, Parts, TransformerBlock, find, qualified
 from .adapters.residual import Residual
-from .config import KeepRatio, SBPConfig
+from .config import KeepRatio, SBPConfig, configured
 from .masks import Masks, Shrink
 from .residual import DrawSite, Inside, MixerSite, ResidualBinding, ResidualSite
 from .sites import (
@@ -65,14 +65,7 @@ def apply(
     In place; options are the fields of ``SBPConfig`` and change ``config`` (the default preset unless given). Patch
     before ``torch.compile``, DDP or FSDP. Nothing is changed if an error is raised.
     """
-    config = SBPConfig.preset("default") if config is None else config
-    if keep_ratio is not None:
-        options["keep_ratio"] = keep_ratio
-    unknown = sorted(set(options) - set(SBPConfig.__dataclass_fields__))
-    if unknown:
-        allowed = ", ".join(SBPConfig.__dataclass_fields__)
-        raise TypeError(f"unknown option {', '.join(unknown)}; allowed: {allowed}")
-    config = replace(config, **options)
+    config = configured(keep_ratio, config, options)
     patched = [name for name, _ in patched_modules(model)]
     if patched:
         raise ValueError(

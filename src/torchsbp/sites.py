@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .adapters import lora
 from .adapters import parts as P
 from .adapters.base import Adapter
 from .masks import Kept, Masks
@@ -150,13 +151,18 @@ class SampledSite(Site):
 
     def train(self, mode: bool = True) -> "Self":
         """Entering training mode, a block that was changed since ``apply`` is refused instead of misread."""
-        problems = list(self.sbp.parts.problems(self)) if mode else []
-        if problems:
-            raise ValueError(
-                f"{type(self).__name__} was changed after torchsbp.apply: {'; '.join(problems)}. Call "
-                "torchsbp.remove(model) before such changes."
-            )
+        if mode:
+            refuse(self, list(self.sbp.parts.problems(self)))
         return super().train(mode)
+
+
+def refuse(block: nn.Module, problems: list[str]) -> None:
+    """An error if there are any."""
+    if problems:
+        raise ValueError(
+            f"{type(block).__name__} was changed after torchsbp.apply: {'; '.join(problems)}. Call "
+            "torchsbp.remove(model) before such changes."
+        )
 
 
 class TransformerSite(SampledSite):
@@ -182,10 +188,10 @@ class TransformerSite(SampledSite):
 
     def attention(self, parts: P.TransformerBlock, rule: str) -> tuple[Attention, AttentionSpec]:
         module, norm = P.find(self, parts.attention), P.find(self, parts.norm1)
-        qkv, proj = self.projection(parts.qkv), P.find(self, parts.proj)
+        qkv, proj = self.projection(parts.qkv), matrix(self, parts.proj)
         q_norm, k_norm = P.find(self, parts.q_norm), P.find(self, parts.k_norm)
         params = Attention(
-            *affine(norm), *qkv, *affine(q_norm), *affine(k_norm), *affine(proj), P.find(self, parts.scale1)
+            *affine(norm), *qkv, *affine(q_norm), *affine(k_norm), *proj, P.find(self, parts.scale1)
         )  # fmt: skip
         static = P.norm_of(norm)
         assert static is not None
@@ -197,7 +203,7 @@ class TransformerSite(SampledSite):
     def projection(self, name: str) -> tuple[Any, Any]:
         """Weight and bias of a layer, or of that weight's own name."""
         part = P.find(self, name)
-        return (part, P.find(self, name.replace("weight", "bias"))) if isinstance(part, Tensor) else affine(part)
+        return (part, P.find(self, name.replace("weight", "bias"))) if isinstance(part, Tensor) else matrix(self, name)
 
 
 class ConvSite(SampledSite):
@@ -233,22 +239,24 @@ class DownsampleSite(SampledSite):
 
 
 def affine(module: nn.Module | None) -> tuple[Any, Any]:
-    """Weight and bias of a norm, linear or convolution layer; None where it has none."""
+    """Weight and bias of a norm or convolution; None where it has none."""
     return getattr(module, "weight", None), getattr(module, "bias", None)
 
 
-def matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of a linear layer or 1×1 convolution, as a matrix."""
-    weight, bias = affine(module)
-    return weight.flatten(1) if weight.dim() > 2 else weight, bias
+def matrix(block: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a block's linear layer or 1×1 convolution, as a matrix; adapters may be put on it any time."""
+    layer = P.find(block, name)
+    if isinstance(layer, (nn.Linear, nn.Conv2d)):
+        return layer.weight.flatten(1), layer.bias
+    refuse(block, list(P.check_linear(name, layer)))
+    return lora.weight(layer), layer.base_layer.bias
 
 
 def mlp_of(block: nn.Module, norm_name: str, parts: Any) -> tuple[MLP, MLPSpec]:
     norm = P.find(block, norm_name)
     static = P.norm_of(norm)
     assert static is not None
-    layers = P.find(block, parts.fc1), P.find(block, parts.fc2)
-    params = MLP(*affine(norm), *matrix(layers[0]), *matrix(layers[1]))
+    params = MLP(*affine(norm), *matrix(block, parts.fc1), *matrix(block, parts.fc2))
     return params, MLPSpec(static, P.activation_of(P.find(block, parts.act)))
 
 

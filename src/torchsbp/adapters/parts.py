@@ -11,6 +11,7 @@ from torch import nn
 
 from ..ops.attention import RULES
 from ..ops.layers import Norm
+from . import lora
 
 NORMS = {
     "torch.nn.modules.normalization.LayerNorm": "layer",
@@ -180,14 +181,21 @@ def _check_optional_norm(name: str, part: Any) -> Iterator[str]:
         yield from _check_norm(name, part)
 
 
-def _check_linear(name: str, part: Any) -> Iterator[str]:
+def check_linear(name: str, part: Any) -> Iterator[str]:
+    """Why the ops can't read this as a matrix."""
+    if lora.is_lora(part):
+        yield from lora.problems(name, part)
+        name, part = f"{name}.base_layer", part.base_layer
     if _class(part) not in LINEARS and not _is_pointwise(part):
-        yield f"{name} is {_class(part)}; supported: torch.nn.Linear, torch.nn.Conv2d with a 1×1 kernel"
+        yield (
+            f"{name} is {_class(part)}; supported: torch.nn.Linear, torch.nn.Conv2d with a 1×1 kernel, and peft's LoRA "
+            "of these"
+        )
 
 
 def _check_qkv(name: str, part: Any) -> Iterator[str]:
     if not isinstance(part, nn.Parameter):
-        yield from _check_linear(name, part)
+        yield from check_linear(name, part)
 
 
 def _is_pointwise(part: Any) -> bool:
@@ -226,9 +234,9 @@ _CHECKS = {
     "q_norm": _check_optional_norm,
     "k_norm": _check_optional_norm,
     "qkv": _check_qkv,
-    "proj": _check_linear,
-    "fc1": _check_linear,
-    "fc2": _check_linear,
+    "proj": check_linear,
+    "fc1": check_linear,
+    "fc2": check_linear,
     "act": _check_activation,
     "drop": _check_drop_path,
     "drop1": _check_drop_path,

@@ -1,0 +1,125 @@
+"""LoRA through peft: the adapters get the gradients of the oracle, in either order of apply and get_peft_model."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import torchsbp
+from torchsbp import SBPConfig
+
+from .families import FAMILIES, assert_gradients, check_against_oracle, images, step
+
+peft = pytest.importorskip("peft")
+
+LAYERS = r".*\.(qkv|attn\.proj|fc1|fc2)"
+
+
+def adapted(model: nn.Module, **options) -> nn.Module:
+    torch.manual_seed(0)
+    options = {"target_modules": LAYERS, "init_lora_weights": False} | options  # B is not at its initial zero
+    return peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=5, modules_to_save=["head"], **options))
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
+@pytest.mark.parametrize("rule", ["query", "qkv", "head"])
+def test_gradients_equal_the_oracle(rule, ratio):
+    check_against_oracle(adapted(FAMILIES["vit"].model()), SBPConfig(keep_ratio=ratio, attention=rule), images())
+
+
+@pytest.mark.parametrize("name", ["convnext", "convnext 1×1 conv, drop path"])
+def test_convnext_equals_the_oracle(name):
+    check_against_oracle(adapted(FAMILIES[name].model()), SBPConfig(keep_ratio=0.5), images())
+
+
+def test_two_adapters_equal_the_oracle():
+    model = adapted(FAMILIES["vit"].model())
+    model.add_adapter("more", peft.LoraConfig(r=2, target_modules=["fc1"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "more"])
+    check_against_oracle(model, SBPConfig(keep_ratio=0.5), images())
+
+
+def test_the_order_does_not_matter_and_only_adapters_train():
+    after = torchsbp.apply(adapted(FAMILIES["vit"].model()), keep_ratio=0.5)
+    before = adapted(torchsbp.apply(FAMILIES["vit"].model(), keep_ratio=0.5))
+    (_, found), (_, expected) = step(before, images()), step(after, images())
+    assert_gradients(found, expected)
+    assert all("lora" in name or "head" in name for name in found)
+    assert len(found) == 3 * 4 * 2 + 2
+
+
+def test_merged_into_the_plain_model():
+    """What was trained is merged and unloaded as from any other model."""
+    model = torchsbp.apply(adapted(FAMILIES["vit"].model()), keep_ratio=0.5)
+    step(model, images())
+    expected = model.eval()(images())
+    plain = torchsbp.remove(model).merge_and_unload()
+    torch.testing.assert_close(plain(images()), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_disabled_adapters_take_no_part():
+    plain = adapted(FAMILIES["vit"].model())
+    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=1.0)
+    with plain.disable_adapter(), model.disable_adapter():
+        torch.testing.assert_close(model(images()), plain(images()), rtol=1e-12, atol=1e-12)
+
+
+def test_autocast_forms_the_weight_in_full_precision():
+    plain = adapted(FAMILIES["vit"].model().float())
+    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=1.0)
+    x = images().float()
+    _, exact = step(plain, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        (_, found), (_, expected) = step(model, x), step(plain, x)
+    error = sum((found[k] - exact[k]).square().sum() for k in exact).sqrt()
+    baseline = sum((expected[k] - exact[k]).square().sum() for k in exact).sqrt()
+    assert error <= 1.5 * baseline
+
+
+def test_a_half_precision_weight_is_refused():
+    """Its rounding step is larger than a young adapter's B·A: the forward pass would not see the adapter."""
+    message = r"attn.qkv has a torch.bfloat16 weight, in whose rounding small adapters vanish; keep"
+    with pytest.raises(ValueError, match=message):
+        torchsbp.apply(adapted(FAMILIES["vit"].model().bfloat16()))
+    model = torchsbp.apply(adapted(FAMILIES["vit"].model().float())).bfloat16()
+    with pytest.raises(ValueError, match=message):
+        model(images().bfloat16())
+
+
+def test_compiled_gradients_are_those_of_eager():
+    torch._dynamo.reset()
+    eager = torchsbp.apply(adapted(FAMILIES["vit"].model(depth=1)), keep_ratio=0.5)
+    model = copy.deepcopy(eager)
+    torch.compile(model, fullgraph=True, backend="aot_eager")(images()).square().sum().backward()
+    eager(images()).square().sum().backward()
+    found, expected = ({n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (model, eager))
+    assert_gradients(found, expected)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"lora_dropout": 0.1}, r"attn.qkv has LoRA dropout 0.1; supported: lora_dropout=0"),
+        ({"use_dora": True}, r"attn.qkv is a DoraLinearVariant; supported: LoRA without variants"),
+        ({"lora_bias": True}, r"attn.qkv has a LoRA bias; supported: lora_bias=False"),
+    ],
+    ids=str,
+)
+def test_what_is_not_one_weight_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        torchsbp.apply(adapted(FAMILIES["vit"].model(), **options))
+    model = adapted(torchsbp.apply(FAMILIES["vit"].model()), **options)  # nobody calls train()
+    with pytest.raises(ValueError, match=f"SBPBlock was changed after torchsbp.apply: {message}"):
+        model(images())
+
+
+def test_merged_and_other_adapters_are_refused():
+    model = adapted(FAMILIES["vit"].model())
+    model.merge_adapter()
+    with pytest.raises(ValueError, match=r"attn.qkv has its adapters merged .*unmerge them first"):
+        torchsbp.apply(model)
+    model = torchsbp.apply(FAMILIES["vit"].model())
+    model = peft.get_peft_model(model, peft.IA3Config(target_modules=["qkv"], feedforward_modules=[]))
+    with pytest.raises(ValueError, match=r"attn.qkv is peft.tuners.ia3.layer.Linear; supported: .*peft's LoRA"):
+        model(images())
