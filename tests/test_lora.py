@@ -8,6 +8,7 @@ from torch import nn
 
 import torchsbp
 from torchsbp import SBPConfig
+from torchsbp.residual import ResidualSite
 
 from .families import FAMILIES, assert_gradients, check_against_oracle, images, step
 
@@ -77,12 +78,12 @@ def test_autocast_forms_the_weight_in_full_precision():
     assert error <= 1.5 * baseline
 
 
-def test_a_half_precision_weight_is_refused():
+def test_a_half_precision_weight_is_not_summed():
     """Its rounding step is larger than a young adapter's B·A: the forward pass would not see the adapter."""
-    message = r"attn.qkv has a torch.bfloat16 weight, in whose rounding small adapters vanish; keep"
-    with pytest.raises(ValueError, match=message):
-        torchsbp.apply(adapted(FAMILIES["vit"].model().bfloat16()))
+    model = torchsbp.apply(adapted(FAMILIES["vit"].model().bfloat16()))
+    assert any(isinstance(module, ResidualSite) for module in model.modules())
     model = torchsbp.apply(adapted(FAMILIES["vit"].model().float())).bfloat16()
+    message = r"attn.qkv has a torch.bfloat16 weight, in whose rounding small adapters vanish; keep"
     with pytest.raises(ValueError, match=message):
         model(images().bfloat16())
 
@@ -100,26 +101,33 @@ def test_compiled_gradients_are_those_of_eager():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"lora_dropout": 0.1}, r"attn.qkv has LoRA dropout 0.1; supported: lora_dropout=0"),
         ({"use_dora": True}, r"attn.qkv is a DoraLinearVariant; supported: LoRA without variants"),
         ({"lora_bias": True}, r"attn.qkv has a LoRA bias; supported: lora_bias=False"),
     ],
     ids=str,
 )
-def test_what_is_not_one_weight_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        torchsbp.apply(adapted(FAMILIES["vit"].model(), **options))
-    model = adapted(torchsbp.apply(FAMILIES["vit"].model()), **options)  # nobody calls train()
+def test_what_is_not_one_weight_is_run_by_its_own_forward(options, message):
+    check_against_oracle(adapted(FAMILIES["vit"].model(), **options), SBPConfig(keep_ratio=0.5), images())
+    model = adapted(torchsbp.apply(FAMILIES["vit"].model()), **options)  # too late, and nobody calls train()
     with pytest.raises(ValueError, match=f"SBPBlock was changed after torchsbp.apply: {message}"):
         model(images())
 
 
-def test_merged_and_other_adapters_are_refused():
-    model = adapted(FAMILIES["vit"].model())
+def test_other_adapters():
+    ia3 = peft.IA3Config(target_modules=["qkv"], feedforward_modules=[])
+    check_against_oracle(peft.get_peft_model(FAMILIES["vit"].model(), ia3), SBPConfig(keep_ratio=0.5), images())
+    model = peft.get_peft_model(torchsbp.apply(FAMILIES["vit"].model()), ia3)
+    with pytest.raises(ValueError, match=r"attn.qkv is peft.tuners.ia3.layer.Linear; supported: .*peft's LoRA"):
+        model(images())
+
+
+def test_dropout_and_merged_adapters_are_refused():
+    with pytest.raises(ValueError, match=r"attn.qkv.lora_dropout.default is Dropout\(p=0.1\), which is not supported"):
+        torchsbp.apply(adapted(FAMILIES["vit"].model(), lora_dropout=0.1))
+    model = adapted(torchsbp.apply(FAMILIES["vit"].model()), lora_dropout=0.1)
+    with pytest.raises(ValueError, match=r"attn.qkv has LoRA dropout 0.1; supported: lora_dropout=0"):
+        model(images())
+    model = adapted(torchsbp.apply(FAMILIES["vit"].model()))
     model.merge_adapter()
     with pytest.raises(ValueError, match=r"attn.qkv has its adapters merged .*unmerge them first"):
-        torchsbp.apply(model)
-    model = torchsbp.apply(FAMILIES["vit"].model())
-    model = peft.get_peft_model(model, peft.IA3Config(target_modules=["qkv"], feedforward_modules=[]))
-    with pytest.raises(ValueError, match=r"attn.qkv is peft.tuners.ia3.layer.Linear; supported: .*peft's LoRA"):
         model(images())
