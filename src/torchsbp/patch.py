@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from . import schedules
 from .adapters import ADAPTERS, match
 from .adapters.base import Adapter, Stage
-from .adapters.parts import ConvBlock, Downsample, Parts, TransformerBlock, find, qualified
+from .adapters.parts import ConvBlock, Downsample, DownsampleList, Parts, TransformerBlock, find, qualified
 from .config import KeepRatio, SBPConfig
 from .masks import Masks, Shrink
 from .sites import (
     STEP,
     Binding,
     ConvSite,
+    DownsampleListSite,
     DownsampleSite,
     EntryBinding,
     EntrySite,
@@ -35,6 +36,7 @@ SITES: dict[type[Parts], type[SampledSite]] = {
     TransformerBlock: TransformerSite,
     ConvBlock: ConvSite,
     Downsample: DownsampleSite,
+    DownsampleList: DownsampleListSite,
 }
 
 
@@ -158,7 +160,7 @@ def nothing_found(model: nn.Module) -> str:
         for child in parent
         if not qualified(child).startswith("torch.nn.")
     }
-    supported = "; ".join(f"{a.name}: {a.model} with {', '.join(a.blocks)}" for a in ADAPTERS)
+    supported = "; ".join(f"{a.name} ({a.model.rpartition('.')[2]})" for a in ADAPTERS)
     return (
         f"nothing to patch in {qualified(model)}: its blocks are {', '.join(sorted(blocks)) or 'not recognisable'}. "
         f"Supported, also inside another module: {supported}. "
@@ -180,7 +182,7 @@ def places(model: nn.Module, adapter: Adapter, config: SBPConfig) -> list[Place]
         if stage.downsample and adapter.downsample is not None:
             layers.append((stage.downsample, adapter.downsample, bool(chosen) and chosen[0]))
         for name, is_sampled in zip(stage.blocks, chosen, strict=True):
-            layers.append((name, adapter.blocks.get(qualified(find(model, name))), is_sampled))
+            layers.append((name, adapter.parts(find(model, name)), is_sampled))
         for name, parts, is_sampled in layers:
             module = find(model, name)
             if parts is None:
@@ -275,4 +277,4 @@ def shrink(model: nn.Module, stage: Stage) -> Shrink | None:
 def sampled_heads(place: Place, config: SBPConfig) -> int:
     if config.attention != "head" or not isinstance(place.parts, TransformerBlock):
         return 0
-    return int(find(place.module, place.parts.attention).num_heads)
+    return int(find(place.module, place.parts.heads))

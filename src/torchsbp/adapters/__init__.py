@@ -2,11 +2,15 @@
 
 from torch import nn
 
-from . import timm, torchvision
+from . import timm, torchvision, transformers
 from .base import Adapter
 from .parts import qualified
 
-ADAPTERS: tuple[Adapter, ...] = (timm.VIT, timm.CONVNEXT, torchvision.VIT, torchvision.CONVNEXT)
+ADAPTERS: tuple[Adapter, ...] = (
+    *(timm.VIT, timm.CONVNEXT),
+    *(torchvision.VIT, torchvision.CONVNEXT),
+    *transformers.ADAPTERS,
+)
 
 
 def match(module: nn.Module) -> Adapter | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from .parts import Parts
+from .parts import Parts, qualified
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,10 @@ class Adapter:
 
     - ``model``: qualified name of the model class; subclasses match too.
     - ``entry``: dotted name of the module that makes positions of images; it runs once per forward, before the blocks.
-    - ``grid``: (entry, its input, its output) -> the grid (h, w) of the first stage.
+    - ``grid``: (entry, its input, its output) -> the grid (h, w) or (t, h, w) of the first stage.
     - ``stages``: model -> its stages, in order.
-    - ``blocks``: qualified block class -> its parts; blocks of other classes are refused.
+    - ``blocks``: qualified block class -> its parts, several where releases of the library differ; blocks of other
+      classes are refused.
     - ``recipe``: (blocks per stage, fraction or None) -> how the papers choose: for each stage a slice of its blocks.
     - ``prefix``: model -> number of class and register tokens in front, which are always kept.
     - ``downsample``: parts of the layers between stages, None where there are none to sample.
@@ -35,10 +36,16 @@ class Adapter:
     entry: str
     grid: Callable[[nn.Module, Tensor, Tensor], tuple[int, ...]]
     stages: Callable[[nn.Module], list[Stage]]
-    blocks: dict[str, Parts]
+    blocks: dict[str, Parts | tuple[Parts, ...]]
     recipe: Callable[[list[int], float | None], list[range]]
     prefix: Callable[[nn.Module], int]
     downsample: Parts | None = None
+
+    def parts(self, block: nn.Module) -> Parts | None:
+        """The description of a block, None if there is none: of several, the one with the fewest problems."""
+        known = self.blocks.get(qualified(block), ())
+        several = known if isinstance(known, tuple) else (known,)
+        return min(several, key=lambda parts: len(list(parts.problems(block))), default=None)
 
 
 def last_blocks(depths: list[int], fraction: float | None = None) -> list[range]:
@@ -69,5 +76,5 @@ def no_prefix(model: nn.Module) -> int:
 
 
 def output_grid(entry: nn.Module, x: Tensor, y: Tensor) -> tuple[int, ...]:
-    """The grid of an entry whose output is a feature map ``[B, C, h, w]``."""
+    """The grid of an entry whose output is a feature map ``[B, C, h, w]`` or ``[B, C, t, h, w]``."""
     return tuple(y.shape[2:])

@@ -24,10 +24,10 @@ from typing import Any
 
 from torch import nn
 
-from ..adapters.parts import TransformerBlock
 from ..config import SBPConfig
 from ..patch import find_backbones, patched_modules, remove
 from ..patch import plan as bindings
+from ..sites import TransformerSite
 from .estimating import Config, Estimate, Loss, Model, build, describe, estimate, fake_copy
 from .sizes import mib, parse_size
 
@@ -126,14 +126,11 @@ def has_attention(model: nn.Module) -> bool | None:
     model = fake_copy(model, FakeTensorMode(allow_non_fake_inputs=True))
     if any(patched_modules(model)):
         remove(model)
-    backbones = list(find_backbones(model))
     try:
-        for name, module, adapter in backbones:
-            bindings(name, module, adapter, SBPConfig())
+        sites = [site for backbone in find_backbones(model) for _, site, _ in bindings(*backbone, SBPConfig())]
     except ValueError:
         return None
-    parts = [part for _, _, adapter in backbones for part in adapter.blocks.values()]
-    return any(isinstance(part, TransformerBlock) for part in parts) if backbones else None
+    return any(issubclass(site, TransformerSite) for site in sites) if sites else None
 
 
 def plan(
