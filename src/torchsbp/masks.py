@@ -150,7 +150,8 @@ class Masks:
                 f"{self.names[site]} was given {batch} samples of {positions} positions, but the image gives "
                 f"{self.batch} samples of {expected} ({self.prefix} prefix tokens and a grid "
                 f"{self.grids[self.stages[site]]}). Tokens that were dropped, merged or added between the patch "
-                "embedding and the blocks (patch_drop_rate, for example) can't be mapped to the grid: switch that off."
+                "embedding and the blocks (by patch_drop_rate or bool_masked_pos, for example) can't be mapped to the "
+                "grid: switch that off."
             )
         return Kept(self.rows[site], self.places[site], self.kept_heads[site])
 

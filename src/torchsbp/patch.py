@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from . import schedules
 from .adapters import ADAPTERS, match
-from .adapters.base import Adapter, Stage
-from .adapters.parts import ConvBlock, Downsample, Parts, TransformerBlock, find, qualified
+from .adapters.base import Adapter, Stage, class_name
+from .adapters.parts import ConvBlock, Downsample, DownsampleList, Parts, TransformerBlock, find, qualified
 from .adapters.residual import Residual
 from .config import KeepRatio, SBPConfig, configured
 from .masks import Masks, Shrink
@@ -21,6 +21,7 @@ from .sites import (
     STEP,
     Binding,
     ConvSite,
+    DownsampleListSite,
     DownsampleSite,
     EntryBinding,
     EntrySite,
@@ -37,6 +38,7 @@ SITES: dict[type[Parts], type[SampledSite]] = {
     TransformerBlock: TransformerSite,
     ConvBlock: ConvSite,
     Downsample: DownsampleSite,
+    DownsampleList: DownsampleListSite,
     Residual: ResidualSite,
 }
 Bound = tuple[nn.Module, type[Site], Any]
@@ -155,7 +157,7 @@ def nothing_found(model: nn.Module) -> str:
         for child in parent
         if not qualified(child).startswith("torch.nn.")
     }
-    supported = "; ".join(f"{a.name}: {a.model} with {', '.join(a.blocks)}" for a in ADAPTERS)
+    supported = "; ".join(f"{a.name} ({class_name(a.model).rpartition('.')[2]})" for a in ADAPTERS)
     return (
         f"nothing to patch in {qualified(model)}: its blocks are {', '.join(sorted(blocks)) or 'not recognisable'}. "
         f"Supported, also inside another module: {supported}. "
@@ -284,4 +286,4 @@ def shrink(model: nn.Module, stage: Stage) -> Shrink | None:
 def sampled_heads(place: Place, config: SBPConfig) -> int:
     if config.attention != "head" or not isinstance(place.parts, TransformerBlock):
         return 0
-    return int(find(place.module, place.parts.attention).num_heads)
+    return int(find(place.module, place.parts.heads))

@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from .adapters.mixers import answer_of
-from .adapters.residual import DROP_PATHS, Mixer, Residual, bare_name
+from .adapters.residual import Mixer, Residual, is_drop_path
 from .ops import rows as R
 from .ops.layers import autocast_dtype
 from .ops.rerun import casts_anew, graft, inner, rerun
@@ -101,7 +101,7 @@ class DrawSite(Site):
         if run.again:
             left = run.draws[name]
             return x * (left[0] if len(left) == 1 else left.pop(0))
-        shape = (x.shape[0], *[1] * (x.dim() - 1)) if bare_name(self) in DROP_PATHS else x.shape
+        shape = (x.shape[0], *[1] * (x.dim() - 1)) if is_drop_path(self) else x.shape
         factor = super().forward(torch.ones(shape, dtype=x.dtype, device=x.device))
         run.draws.setdefault(name, []).append(factor)
         return x * factor

@@ -5,6 +5,7 @@ override are the module's own. Parameters are read from the module at every call
 its parts are still those the ops know is checked whenever the model enters training mode.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +130,10 @@ def recomputing() -> bool:
 
 
 class SampledSite(Site):
-    """A module whose training forward runs one of the ops."""
+    """A module whose training forward runs one of the ops.
+
+    A name defined here hides a part of that name in the module's own class, so there are few.
+    """
 
     takes_arguments = False
 
@@ -138,7 +142,8 @@ class SampledSite(Site):
             return super().forward(x, *args, **kwargs)
         if self.takes_arguments:
             return self.run(x, *args, **kwargs)
-        for value in (*args, *kwargs.values()):
+        extra = [value for name, value in kwargs.items() if name not in self.sbp.parts.ignored]
+        for value in (*args, *extra):
             if value is not None and value is not False:
                 raise ValueError(
                     f"{type(self).__name__} was called with extra arguments in training ({args or kwargs}); SBP "
@@ -172,7 +177,7 @@ class TransformerSite(SampledSite):
         batch, positions = x.shape[:2]
         rows, places, heads = b.kept(batch, positions)
         how = b.how(rows, batch, positions)
-        attention, attention_spec = self.attention(parts, "query" if b.site is None else b.masks.config.attention)
+        attention, attention_spec = attention_of(self, parts, "query" if b.site is None else b.masks.config.attention)
         mlp, mlp_spec = mlp_of(self, parts.norm2, parts)
         mlp = mlp._replace(scale=P.find(self, parts.scale2))
         factors = (
@@ -185,25 +190,6 @@ class TransformerSite(SampledSite):
             )
         x = attention_branch(x, None, attention, attention_spec, heads=heads, factor=factors[0], how=how)
         return mlp_branch(x, rows, mlp, mlp_spec, places=places, factor=factors[1], how=how)
-
-    def attention(self, parts: P.TransformerBlock, rule: str) -> tuple[Attention, AttentionSpec]:
-        module, norm = P.find(self, parts.attention), P.find(self, parts.norm1)
-        qkv, proj = self.projection(parts.qkv), matrix(self, parts.proj)
-        q_norm, k_norm = P.find(self, parts.q_norm), P.find(self, parts.k_norm)
-        params = Attention(
-            *affine(norm), *qkv, *affine(q_norm), *affine(k_norm), *proj, P.find(self, parts.scale1)
-        )  # fmt: skip
-        static = P.norm_of(norm)
-        assert static is not None
-        width = params.qkv_weight.shape[0] // (3 * module.num_heads)
-        scale = getattr(module, "scale", width**-0.5)
-        fused = getattr(module, "fused_attn", True)
-        return params, AttentionSpec(module.num_heads, scale, static, P.norm_of(q_norm), fused, rule)
-
-    def projection(self, name: str) -> tuple[Any, Any]:
-        """Weight and bias of a layer, or of that weight's own name."""
-        part = P.find(self, name)
-        return (part, P.find(self, name.replace("weight", "bias"))) if isinstance(part, Tensor) else matrix(self, name)
 
 
 class ConvSite(SampledSite):
@@ -238,9 +224,28 @@ class DownsampleSite(SampledSite):
         return downsample(x, rows, params, DownsampleSpec(conv.stride, static), b.how(rows, batch, positions))
 
 
+class DownsampleListSite(DownsampleSite):
+    """A ``ModuleList``: what the stage finds in it and calls is, in training, this module alone."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        lean = self.training and torch.is_grad_enabled()
+        return iter((self,)) if lean else super().__iter__()  # type: ignore[misc]
+
+
 def affine(module: nn.Module | None) -> tuple[Any, Any]:
     """Weight and bias of a norm or convolution; None where it has none."""
     return getattr(module, "weight", None), getattr(module, "bias", None)
+
+
+def stack(layers: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    """Weights and biases of layers on one input as those of one layer, through which each gets its gradient.
+
+    Where some have no bias, theirs is zero.
+    """
+    weight = torch.cat([w for w, _ in layers])
+    if all(b is None for _, b in layers):
+        return weight, None
+    return weight, torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in layers])
 
 
 def matrix(block: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
@@ -250,6 +255,28 @@ def matrix(block: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
         return layer.weight.flatten(1), layer.bias
     refuse(block, list(P.check_linear(name, layer)))
     return lora.weight(layer), layer.base_layer.bias
+
+
+def attention_of(block: nn.Module, parts: P.TransformerBlock, rule: str) -> tuple[Attention, AttentionSpec]:
+    norm, proj = P.find(block, parts.norm1), matrix(block, parts.proj)
+    q_norm, k_norm = P.find(block, parts.q_norm), P.find(block, parts.k_norm)
+    qkv, scale = projection_of(block, parts.qkv), P.find(block, parts.scale1)
+    params = Attention(*affine(norm), *qkv, *affine(q_norm), *affine(k_norm), *proj, scale)
+    static = P.norm_of(norm)
+    assert static is not None
+    heads, softmax_scale = P.find(block, parts.heads), P.find(block, parts.softmax_scale)
+    if softmax_scale is None:
+        softmax_scale = (params.qkv_weight.shape[0] // (3 * heads)) ** -0.5
+    fused = P.FUSED[P.find(block, parts.fused)]
+    return params, AttentionSpec(heads, softmax_scale, static, P.norm_of(q_norm), fused, rule)
+
+
+def projection_of(block: nn.Module, name: str | tuple[str, ...]) -> tuple[Any, Any]:
+    """Weight and bias of a layer, or of that weight's own name, or of three layers as one."""
+    if not isinstance(name, str):
+        return stack([matrix(block, each) for each in name])
+    part = P.find(block, name)
+    return (part, P.find(block, name.replace("weight", "bias"))) if isinstance(part, Tensor) else matrix(block, name)
 
 
 def mlp_of(block: nn.Module, norm_name: str, parts: Any) -> tuple[MLP, MLPSpec]:

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from . import timm, torchvision
+from . import timm, torchvision, transformers
 from .base import Adapter
 from .parts import qualified
 from .residual import Mixer, Residual
@@ -12,6 +12,7 @@ __all__ = ["ADAPTERS", "Adapter", "Mixer", "Residual", "match", "register", "reg
 ADAPTERS: list[Adapter] = [
     *(timm.VIT, timm.EVA, timm.BEIT, timm.RELATIVE_VIT, timm.MIXER, timm.CONVNEXT),
     *(torchvision.VIT, torchvision.CONVNEXT),
+    *transformers.ADAPTERS,
 ]
 
 

@@ -18,7 +18,7 @@ class Stage:
 
 
 def output_grid(entry: nn.Module, x: Tensor, y: Tensor) -> tuple[int, ...]:
-    """The grid of an entry whose output is a feature map ``[B, C, h, w]``."""
+    """The grid of an entry whose output is a feature map ``[B, C, h, w]`` or ``[B, C, t, h, w]``."""
     return tuple(y.shape[2:])
 
 
@@ -36,7 +36,7 @@ class Adapter:
     - ``blocks``: block class or its qualified name -> its parts, or several descriptions of them, of which the first
       that has no problems with a block is taken; blocks of other classes are refused.
     - ``entry``: dotted name of the module that makes positions of images; it runs once per forward, before the blocks.
-    - ``grid``: (entry, its input, its output) -> the grid (h, w) of the first stage.
+    - ``grid``: (entry, its input, its output) -> the grid (h, w) or (t, h, w) of the first stage.
     - ``stages``: dotted name of the list of all blocks, which are one stage then, or model -> its stages, in order.
     - ``prefix``: number of class and register tokens in front, which are always kept, or model -> that number.
     - ``recipe``: (blocks per stage, fraction or None) -> how the papers choose: for each stage a slice of its blocks.
@@ -73,11 +73,14 @@ class Adapter:
         return self.prefix if isinstance(self.prefix, int) else self.prefix(model)
 
     def parts(self, block: nn.Module) -> Parts | None:
-        """The description that fits a block; the last one, with its problems, if none does; None for another class."""
+        """The first description that fits a block; if none does, the one with the fewest problems, the last of them;
+        None for another class."""
         described = self.blocks.get(qualified(block), ())
         choices = described if isinstance(described, tuple) else (described,)
-        fitting = (parts for parts in choices if not any(parts.problems(block)))
-        return next(fitting, choices[-1] if choices else None)
+        counts = [len(list(parts.problems(block))) for parts in choices]
+        if 0 in counts:
+            return choices[counts.index(0)]
+        return choices[max(i for i, count in enumerate(counts) if count == min(counts))] if choices else None
 
 
 def class_name(cls: str | type) -> str:

@@ -20,6 +20,7 @@ NORMS = {
     "timm.layers.norm.LayerNorm2d": "layer",
     "timm.layers.norm.RmsNorm": "rms",
     "torchvision.models.convnext.LayerNorm2d": "layer",
+    "transformers.models.convnext.modeling_convnext.ConvNextLayerNorm": "layer",
 }
 ACTIVATIONS = {
     "torch.nn.modules.activation.GELU": "gelu",
@@ -28,17 +29,27 @@ ACTIVATIONS = {
     "timm.layers.activations.GELU": "gelu",
     "timm.layers.activations.GELUTanh": "gelu_tanh",
     "timm.layers.activations.QuickGELU": "quick_gelu",
+    "transformers.activations.GELUActivation": "gelu",
+    "transformers.activations.GELUTanh": "gelu_tanh",
+    "transformers.activations.QuickGELUActivation": "quick_gelu",
+    "transformers.activations.SiLUActivation": "silu",
 }
 LINEARS = (
     "torch.nn.modules.linear.Linear",
     "torch.nn.modules.linear.NonDynamicallyQuantizableLinear",  # the output of nn.MultiheadAttention
 )
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+RECORDERS = ("transformers.utils.output_capturing",)  # modules whose hooks record outputs where a caller asks for them
 DROP_PATHS = (
     "torch.nn.modules.linear.Identity",
     "timm.layers.drop.DropPath",
     "torchvision.ops.stochastic_depth.StochasticDepth",
+    "transformers.models.convnext.modeling_convnext.ConvNextDropPath",
+    "transformers.models.dinov2.modeling_dinov2.Dinov2DropPath",
+    "transformers.models.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersDropPath",
 )
+FUSED = {None: True, True: True, False: False, "sdpa": True, "eager": False}
+"""What a library says of its attention -> whether that is F.scaled_dot_product_attention."""
 
 
 def qualified(module: nn.Module | type) -> str:
@@ -64,11 +75,13 @@ class Parts:
     """Dotted names in a block.
 
     ``idle`` names parts that must do nothing: inner dropout, extra norms, gates. ``classes`` says of which classes the
-    modules that hold the parts must be: another one may compute something else from the same parts.
+    modules that hold the parts must be: another one may compute something else from the same parts. ``ignored`` names
+    keyword arguments of the block's forward that change nothing in it.
     """
 
     idle: tuple[str, ...] = ()
     classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
 
     called: ClassVar[tuple[str, ...]] = ()
     """Fields whose modules are still called as modules; of the others the ops only read the parameters."""
@@ -82,8 +95,14 @@ class Parts:
             if _class(find(block, name)) not in allowed:
                 yield f"{name} is {_class(find(block, name))}; supported: {', '.join(allowed)}"
         called = [getattr(self, name) for name in self.called]
+        if "forward" in vars(block):
+            yield "its forward was replaced, which hides the one for training; restore its class's"
         for name, module in block.named_modules():
-            if name and name not in called and any(getattr(module, hooks) for hooks in HOOKS):
+            if not name or name in called:
+                continue
+            if "forward" in vars(module):
+                yield f"{name} has a forward that is not its class's, which {self.hooks}"
+            if any(_acts(hook) for hook in _hooks(module)):
                 yield f"{name} has hooks, which {self.hooks}; remove them first"
         for name in self.idle:
             part = find(block, name)
@@ -91,23 +110,28 @@ class Parts:
                 yield f"{name} is {part}, which is not supported (allowed: absent, Identity, Dropout with p=0)"
         for part_field in fields(self):
             check = _CHECKS.get(part_field.name)
-            name = getattr(self, part_field.name)
-            if check is not None and name:
-                yield from check(name, find(block, name))
+            names = getattr(self, part_field.name)
+            if check is not None and names:
+                for name in (names,) if isinstance(names, str) else names:
+                    yield from check(name, find(block, name))
 
 
 @dataclass(frozen=True)
 class TransformerBlock(Parts):
     """``x + drop1(scale1(proj(attention(norm1(x)))))``, then ``x + drop2(scale2(fc2(act(fc1(norm2(x))))))``.
 
-    ``qkv`` is a layer, or its weight where that is a parameter of the attention module (``in_proj_weight``).
+    ``qkv`` is a layer, or its weight where that is a parameter of the attention module (``in_proj_weight``), or the
+    three layers for queries, keys and values. ``softmax_scale`` is one over the root of a head's width where it is not
+    said; ``fused`` names what says how attention is computed (``FUSED``).
     """
 
     called: ClassVar[tuple[str, ...]] = ("drop1", "drop2")
 
     norm1: str = "norm1"
-    attention: str = "attn"
-    qkv: str = "attn.qkv"
+    heads: str = "attn.num_heads"
+    softmax_scale: str = "attn.scale"
+    fused: str = "attn.fused_attn"
+    qkv: str | tuple[str, str, str] = "attn.qkv"
     q_norm: str = "attn.q_norm"
     k_norm: str = "attn.k_norm"
     proj: str = "attn.proj"
@@ -122,9 +146,6 @@ class TransformerBlock(Parts):
 
     def problems(self, block: nn.Module) -> Iterator[str]:
         yield from super().problems(block)
-        attention = find(block, self.attention)
-        if not isinstance(getattr(attention, "num_heads", None), int):
-            yield f"{self.attention} has no num_heads"
         norms = [find(block, name) for name in (self.q_norm, self.k_norm)]
         if len({(type(n), getattr(n, "eps", None)) for n in norms}) > 1:
             yield f"{self.q_norm} and {self.k_norm} differ: {norms}"
@@ -153,6 +174,11 @@ class Downsample(Parts):
     down: str = "1"
 
 
+@dataclass(frozen=True)
+class DownsampleList(Downsample):
+    """The same as a ``ModuleList``, whose members the stage calls one after the other."""
+
+
 def norm_of(module: nn.Module | None) -> Norm | None:
     """What is static about a norm module, None for Identity or none."""
     if module is None or isinstance(module, nn.Identity):
@@ -163,6 +189,14 @@ def norm_of(module: nn.Module | None) -> Norm | None:
 def activation_of(module: nn.Module) -> str:
     name = ACTIVATIONS[qualified(module)]
     return "gelu_tanh" if name == "gelu" and getattr(module, "approximate", "none") == "tanh" else name
+
+
+def _hooks(module: nn.Module) -> Iterator[Any]:
+    return (hook for kind in HOOKS for hook in (getattr(module, kind) or {}).values())
+
+
+def _acts(hook: Any) -> bool:
+    return getattr(hook, "__module__", "") not in RECORDERS
 
 
 def _idle_dropout(part: Any) -> bool:
@@ -191,6 +225,16 @@ def check_linear(name: str, part: Any) -> Iterator[str]:
             f"{name} is {_class(part)}; supported: torch.nn.Linear, torch.nn.Conv2d with a 1×1 kernel, and peft's LoRA "
             "of these"
         )
+
+
+def _check_heads(name: str, part: Any) -> Iterator[str]:
+    if not isinstance(part, int):
+        yield f"{name} is {part}; supported: a number of heads"
+
+
+def _check_fused(name: str, part: Any) -> Iterator[str]:
+    if part not in FUSED:
+        yield f"{name} is {part!r}; supported: {', '.join(repr(how) for how in FUSED if isinstance(how, type(part)))}"
 
 
 def _check_qkv(name: str, part: Any) -> Iterator[str]:
@@ -233,6 +277,8 @@ _CHECKS = {
     "norm2": _check_norm,
     "q_norm": _check_optional_norm,
     "k_norm": _check_optional_norm,
+    "heads": _check_heads,
+    "fused": _check_fused,
     "qkv": _check_qkv,
     "proj": check_linear,
     "fc1": check_linear,

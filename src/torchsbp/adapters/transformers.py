@@ -1,0 +1,223 @@
+"""Hugging Face transformers: ViT, DeiT, DINOv2, DINOv3, the vision towers of CLIP and SigLIP, VideoMAE, ConvNeXt.
+
+Releases name the same parts differently: a block class with two descriptions has had both.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from .base import Adapter, Stage, class_name, early_stages
+from .parts import ConvBlock, DownsampleList, Parts, TransformerBlock, find
+from .residual import Mixer, Residual
+
+OLDEST = (5, 6)  # before, the towers of CLIP and SigLIP were nested otherwise and VideoMAE's biases lay elsewhere
+
+Names = dict[str, Any]
+Prefix = int | Callable[[nn.Module], int]
+
+
+def check_version() -> None:
+    version = sys.modules["transformers"].__version__
+    if tuple(int(number) for number in version.split(".")[:2]) < OLDEST:
+        oldest = ".".join(str(number) for number in OLDEST)
+        raise ValueError(f"transformers {version} is not supported; install transformers >= {oldest}")
+
+
+def one_stage(names: tuple[str, ...], model: nn.Module) -> list[Stage]:
+    """The blocks in the first of these lists that the model has."""
+    check_version()
+    name = next(name for name in names if find(model, name) is not None)
+    return [Stage(tuple(f"{name}.{i}" for i in range(len(find(model, name)))))]
+
+
+def convnext_stages(model: nn.Module) -> list[Stage]:
+    check_version()
+    stages = []
+    for i, stage in enumerate(find(model, "encoder.stages")):
+        blocks = tuple(f"encoder.stages.{i}.layers.{j}" for j in range(len(stage.layers)))
+        has_layer = len(stage.downsampling_layer) > 0
+        stages.append(Stage(blocks, f"encoder.stages.{i}.downsampling_layer" if has_layer else ""))
+    return stages
+
+
+def class_and_registers(model: nn.Module) -> int:
+    return 1 + int(find(model, "embeddings.register_tokens").shape[1])
+
+
+def family(module: str, prefix: str) -> str:
+    """What the qualified names of a family's classes begin with."""
+    return f"transformers.models.{module}.modeling_{module}.{prefix}"
+
+
+def attention(name: str, qkv: tuple[str, str, str], proj: str, heads: str, scale: str, *idle: str) -> Names:
+    """The parts of attention, as names in the module of that name; ``proj`` and ``idle`` are names in the block."""
+    return {
+        "heads": f"{name}.{heads}",
+        "softmax_scale": f"{name}.{scale}",
+        "fused": f"{name}.config._attn_implementation",
+        "qkv": tuple(f"{name}.{layer}" for layer in qkv),
+        "proj": proj,
+        "idle": (f"{name}.is_causal", f"{name}.config.output_attentions", *idle),
+    }
+
+
+Q_PROJ = attention(
+    *("attention", ("q_proj", "k_proj", "v_proj"), "attention.o_proj", "num_attention_heads", "scaling"),
+    *("attention.attention_dropout", "dropout"),
+)
+QUERY = attention(
+    *("attention.attention", ("query", "key", "value"), "attention.output.dense", "num_attention_heads", "scaling"),
+    *("attention.attention.dropout_prob", "attention.output.dropout", "output.dropout"),
+)
+SELF_ATTN = attention(
+    *("self_attn", ("q_proj", "k_proj", "v_proj"), "self_attn.out_proj", "num_heads", "scale"),
+    "self_attn.dropout",
+)
+MLP: Names = {"fc1": "mlp.fc1", "act": "mlp.activation_fn", "fc2": "mlp.fc2"}
+OLD_MLP: Names = {**MLP, "act": "mlp.activation"}
+INTERMEDIATE: Names = {"fc1": "intermediate.dense", "act": "intermediate.intermediate_act_fn", "fc2": "output.dense"}
+LAYER_SCALE: Names = {"scale1": "layer_scale1.lambda1", "scale2": "layer_scale2.lambda1"}
+DROP_PATH: Names = {"drop1": "drop_path", "drop2": "drop_path"}
+
+
+def block(cls: str, norm1: str, norm2: str, *parts: Names, classes: dict[str, str]) -> TransformerBlock:
+    """A block of the family ``cls`` that has these parts and no others: layer scale and drop path only if named."""
+    names = dict.fromkeys(("q_norm", "k_norm", "scale1", "scale2", "drop1", "drop2"), "")
+    for part in parts:
+        names |= part
+    return TransformerBlock(
+        norm1=norm1,
+        norm2=norm2,
+        classes={name: (cls + kind,) for name, kind in classes.items()},
+        ignored=("num_items_in_batch", "output_hidden_states", "return_dict"),
+        **names,  # type: ignore[arg-type]
+    )
+
+
+def vit_block(cls: str) -> TransformerBlock:
+    classes = {"attention": "Attention", "mlp": "MLP"}
+    return block(cls, "layernorm_before", "layernorm_after", Q_PROJ, MLP, classes=classes)
+
+
+def nested_block(cls: str) -> TransformerBlock:
+    """Of VideoMAE, and of ViT before transformers 5.9."""
+    classes = {"attention.attention": "SelfAttention", "attention.output": "SelfOutput"}
+    classes |= {"intermediate": "Intermediate", "output": "Output"}
+    return block(cls, "layernorm_before", "layernorm_after", QUERY, INTERMEDIATE, classes=classes)
+
+
+def dinov2_block(cls: str) -> TransformerBlock:
+    classes = {"attention": "Attention", "mlp": "MLP", "layer_scale1": "LayerScale", "layer_scale2": "LayerScale"}
+    return block(cls, "norm1", "norm2", Q_PROJ, MLP, LAYER_SCALE, DROP_PATH, classes=classes)
+
+
+def nested_dinov2_block(cls: str) -> TransformerBlock:
+    """Of DINOv2 before transformers 5.18."""
+    classes = {"attention.attention": "SelfAttention", "attention.output": "SelfOutput"}
+    classes |= {"mlp": "MLP", "layer_scale1": "LayerScale", "layer_scale2": "LayerScale"}
+    return block(cls, "norm1", "norm2", QUERY, OLD_MLP, LAYER_SCALE, DROP_PATH, classes=classes)
+
+
+RERUN = Residual(  # gated MLPs, rotary embeddings
+    mixers=(Mixer("attention"),),
+    idle=("attention.dropout", "attention.attention_dropout", "attention.attention.dropout_prob"),
+)
+
+
+def tower_block(cls: str) -> TransformerBlock:
+    classes = {"self_attn": "Attention", "mlp": "MLP"}
+    return block(cls, "layer_norm1", "layer_norm2", SELF_ATTN, MLP, classes=classes)
+
+
+def transformer(
+    name: str,
+    cls: str,
+    *descriptions: Parts,
+    prefix: Prefix = 0,
+    model: str = "Model",
+    entry: str = "embeddings.patch_embeddings.projection",
+    block: str = "Layer",
+    blocks: tuple[str, ...] = ("encoder.layer",),
+) -> Adapter:
+    """The adapter of a family with one stage whose entry is the convolution that makes patches."""
+    return Adapter(
+        name=f"transformers {name}",
+        model=cls + model,
+        entry=entry,
+        stages=partial(one_stage, blocks),
+        blocks={cls + block: descriptions},
+        prefix=prefix,
+    )
+
+
+def vit(name: str, cls: str, prefix: int) -> Adapter:
+    descriptions, blocks = (vit_block(cls), nested_block(cls)), ("layers", "encoder.layer")
+    return transformer(name, cls, *descriptions, prefix=prefix, blocks=blocks)
+
+
+def dinov2(name: str, cls: str, prefix: Prefix) -> Adapter:
+    return transformer(name, cls, dinov2_block(cls), nested_dinov2_block(cls), RERUN, prefix=prefix)
+
+
+def tower(name: str, cls: str, prefix: int) -> Adapter:
+    return transformer(
+        name,
+        cls,
+        tower_block(cls),
+        prefix=prefix,
+        model="VisionModel",
+        entry="embeddings.patch_embedding",
+        block="EncoderLayer",
+        blocks=("encoder.layers",),
+    )
+
+
+def convnext(name: str, cls: str) -> Adapter:
+    names = {"conv": "dwconv", "norm": "layernorm", "fc1": "pwconv1", "act": "act", "fc2": "pwconv2"}
+    return Adapter(
+        name=f"transformers {name}",
+        model=f"{cls}Model",
+        entry="embeddings.patch_embeddings",
+        stages=convnext_stages,
+        blocks={f"{cls}Layer": ConvBlock(**names, scale="layer_scale_parameter")},  # type: ignore[arg-type]
+        recipe=early_stages,
+        downsample=DownsampleList(),
+    )
+
+
+def backbone(adapter: Adapter) -> Adapter:
+    """The same parts in the class that gives feature maps."""
+    return replace(
+        adapter, name=f"{adapter.name} backbone", model=class_name(adapter.model).removesuffix("Model") + "Backbone"
+    )
+
+
+REGISTERS_CLASSES = family("dinov2_with_registers", "Dinov2WithRegisters")
+VIDEOMAE_CLASSES = family("videomae", "VideoMAE")
+
+VIT = vit("ViT", family("vit", "ViT"), prefix=1)
+DEIT = vit("DeiT", family("deit", "DeiT"), prefix=2)
+DINOV2 = dinov2("DINOv2", family("dinov2", "Dinov2"), prefix=1)
+DINOV2_REGISTERS = dinov2("DINOv2 with registers", REGISTERS_CLASSES, prefix=class_and_registers)
+DINOV3 = transformer(
+    "DINOv3",
+    family("dinov3_vit", "DINOv3ViT"),
+    RERUN,
+    prefix=class_and_registers,
+    entry="embeddings.patch_embeddings",
+    blocks=("model.layer", "layer"),
+)
+CLIP = tower("CLIP vision", family("clip", "CLIP"), prefix=1)
+SIGLIP = tower("SigLIP vision", family("siglip", "Siglip"), prefix=0)
+VIDEOMAE = transformer("VideoMAE", VIDEOMAE_CLASSES, nested_block(VIDEOMAE_CLASSES))
+CONVNEXT = convnext("ConvNeXt", family("convnext", "ConvNext"))
+
+ADAPTERS = (
+    *(VIT, DEIT, DINOV2, DINOV2_REGISTERS, DINOV3, CLIP, SIGLIP, VIDEOMAE, CONVNEXT),
+    *(backbone(adapter) for adapter in (DINOV2, DINOV2_REGISTERS, DINOV3, CONVNEXT)),
+)

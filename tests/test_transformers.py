@@ -1,0 +1,407 @@
+"""Hugging Face models: forward exact, gradients equal the oracle, and the library's own ways of training and saving."""
+
+import copy
+import pickle
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import torchsbp
+from torchsbp import SBPConfig
+from torchsbp.patch import find_backbones
+
+from .counting import SavedBytes
+from .families import assert_gradients, entry_of, step
+
+transformers = pytest.importorskip("transformers")
+
+from .hf import (  # noqa: E402
+    DINOV2,
+    FAMILIES,
+    SIZES,
+    TOWER,
+    TRANSFORMERS,
+    VIT,
+    Scores,
+    build,
+    check_against_oracle,
+    model_of,
+    pixels,
+)
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request) -> str:
+    return request.param
+
+
+def twins(family: str, **arguments) -> tuple[nn.Module, nn.Module]:
+    """A model, and an equal one whose attention is F.scaled_dot_product_attention, which the oracle can gate."""
+    model = model_of(family)
+    plain = copy.deepcopy(model)
+    if family != "convnext":
+        plain.set_attn_implementation("sdpa")
+    return Scores(model, **arguments), Scores(plain, **arguments)
+
+
+@pytest.mark.parametrize("scope", ["branch", "block"])
+@pytest.mark.parametrize("ratio", [1.0, 0.5, 0.25])
+@pytest.mark.parametrize("rule", ["query", "qkv", "head"])
+def test_gradients_equal_the_oracle(family, rule, ratio, scope):
+    if rule != "query" and family == "convnext":
+        pytest.skip("no attention in this family")
+    config = SBPConfig(keep_ratio=ratio, attention=rule, scope=scope)
+    check_against_oracle(*twins(family), config, pixels(family))
+
+
+@pytest.mark.parametrize("options", [{"recompute": False, "blocks": 1.0}, {"per_sample": True, "sampler": "random"}])
+def test_options_equal_the_oracle(family, options):
+    check_against_oracle(*twins(family), SBPConfig(**options), pixels(family))
+
+
+@pytest.mark.parametrize("sampler", ["grid", "random", "frames", "frames_jitter", "checkerboard"])
+def test_samplers_of_video(sampler):
+    model, plain = twins("videomae")
+    check_against_oracle(model, plain, SBPConfig(keep_ratio=0.5, sampler=sampler), pixels("videomae"))
+    for positions in torchsbp.kept(model).values():
+        kept = torch.zeros(2 * 4 * 4).index_fill(0, positions[0], 1).view(2, 4, 4)
+        assert kept.sum() == 16
+        if sampler == "grid":
+            assert torch.equal(kept[0], kept[1])
+        if sampler.startswith("frames"):
+            assert sorted(kept.mean((1, 2)).tolist()) == [0, 1]
+
+
+@pytest.mark.parametrize("name, prefix", [("vit", 1), ("deit", 2), ("dinov2 with registers", 3), ("siglip", 0)])
+def test_class_and_register_tokens_are_always_kept(name, prefix):
+    model = torchsbp.apply(Scores(model_of(name)), keep_ratio=0.25)
+    step(model, pixels())
+    for positions in torchsbp.kept(model).values():
+        assert positions.shape == (2, prefix + 4)
+        assert positions[:, :prefix].tolist() == [list(range(prefix))] * 2
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov2 drop path", "clip", "siglip"])
+def test_images_of_other_sizes(name):
+    arguments = {} if name.startswith("dinov2") else {"interpolate_pos_encoding": True}
+    model, plain = twins(name, **arguments)
+    for size in ((64, 96), (96, 64), (64, 64)):
+        check_against_oracle(copy.deepcopy(model), copy.deepcopy(plain), SBPConfig(), pixels(size=size))
+
+
+def test_masked_image_modeling():
+    """Mask tokens take the places of patches: positions stay what they are."""
+    options = {**VIT, "encoder_stride": 16}
+    model = build("ViTForMaskedImageModeling", **options)
+    hidden = torch.arange(16).expand(2, 16) % 3 == 0
+    arguments = {"bool_masked_pos": hidden, "return_dict": False}
+    model, plain = Scores(model, **arguments), Scores(copy.deepcopy(model), **arguments)
+    check_against_oracle(model, plain, SBPConfig(), pixels())
+
+
+def test_forward_is_exact_in_float32(family):
+    plain = Scores(model_of(family)).float()
+    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5)
+    x = pixels(family).float()
+    difference = (step(model, x)[0] - step(plain, x)[0]).abs().max()
+    # Sums in another order: attention written out, keys with a bias of zero, drop path as one factor.
+    same_order = family not in ("dinov2 eager, no bias", "videomae", "dinov2 drop path", "convnext")
+    assert difference == 0 if same_order else difference < 1e-5
+
+
+def test_eval_and_no_grad_change_nothing(family):
+    plain = Scores(model_of(family))
+    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.25)
+    x = pixels(family)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        expected = plain(x)
+        torch.manual_seed(0)
+        assert torch.equal(model(x), expected)
+    model.eval(), plain.eval()
+    (y, gradients), (expected_y, expected) = step(model, x), step(plain, x)
+    assert torch.equal(y, expected_y)
+    assert all(torch.equal(gradients[name], g) for name, g in expected.items())
+    assert entry_of(model).sbp_step == 0
+
+
+def test_state_is_untouched_and_remove_restores_everything(family):
+    model = Scores(model_of(family))
+    keys, classes = list(model.state_dict()), [type(m) for m in model.modules()]
+    attributes = [set(m.__dict__) for m in model.modules()]
+    torchsbp.apply(model, keep_ratio=0.5)
+    assert list(model.state_dict()) == keys
+    step(model, pixels(family))
+    torchsbp.remove(model)
+    assert [type(m) for m in model.modules()] == classes
+    assert [set(m.__dict__) for m in model.modules()] == attributes
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_train_their_own_weights(family, how):
+    model = torchsbp.apply(Scores(model_of(family)), keep_ratio=0.5)
+    _, gradients = step(model, pixels(family))
+    torchsbp.set_step(model, 0)
+    twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    model.zero_grad()
+    _, twin_gradients = step(twin, pixels(family))
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(twin_gradients[name], g) for name, g in gradients.items())
+
+
+def test_save_and_load(family, tmp_path):
+    """A patched model saves as a plain one, which is patched and trains like it."""
+    model = torchsbp.apply(model_of(family).float(), keep_ratio=0.5)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).train()
+    state, expected = loaded.state_dict(), model.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+    torchsbp.apply(loaded, keep_ratio=0.5)
+    assert_gradients(*(step(Scores(each).double(), pixels(family))[1] for each in (loaded, model)))
+
+
+def test_a_trainers_step(family):
+    """Called with labels and the number of items, as transformers.Trainer does; at ratio 1 the weights are plain's."""
+    plain = model_of(family)
+    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=1.0)
+    batch = {"pixel_values": pixels(family), "labels": torch.tensor([1, 3])}
+    if getattr(type(plain), "accepts_loss_kwargs", True):
+        batch["num_items_in_batch"] = torch.tensor(2)
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        torch.manual_seed(0)
+        each(**batch).loss.backward()
+        optimizer.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p, plain.get_parameter(name), rtol=1e-9, atol=1e-12)
+
+
+def test_hidden_states_are_given_and_carry_gradients(family):
+    """They are recorded by hooks, some of them inside of blocks, that stay: patching and training go on."""
+    plain = model_of(family)
+    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=1.0)
+    gradients = []
+    for each in (plain, model):
+        torch.manual_seed(0)
+        states = each(pixels(family), output_hidden_states=True).hidden_states
+        sum(state.square().sum() for state in states).backward()
+        gradients.append({name: p.grad for name, p in each.named_parameters() if p.grad is not None})
+    assert_gradients(gradients[1], gradients[0])
+    model.eval().train()
+    torchsbp.apply(torchsbp.remove(model))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_gradient_checkpointing_repeats_the_same_masks(name, reentrant):
+    model = torchsbp.apply(Scores(model_of(name)), keep_ratio=0.5)
+    _, expected = step(model, pixels(name))
+    torchsbp.set_step(model, 0)
+    model.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_gradients(step(model, pixels(name))[1], expected)
+    assert entry_of(model).sbp_step == 1
+
+
+@pytest.mark.parametrize("name", ["vit", "convnext"])
+def test_compiled_gradients_are_those_of_eager(name):
+    """Full graph, new masks at every step, no recompilation."""
+    release = tuple(int(number) for number in transformers.__version__.split(".")[:2])
+    if name == "vit" and (5, 9) <= release < (5, 18):
+        pytest.skip("these releases give their ViT an attention mask of ones where they are compiled")
+    torch._dynamo.reset()
+    eager = torchsbp.apply(Scores(model_of(name)), keep_ratio=0.5, sampler="random")
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for i in range(3):
+            y, expected = step(eager, pixels(name) + i)
+            model.zero_grad()
+            torch.manual_seed(2)
+            found_y = compiled(pixels(name) + i)
+            weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+            (found_y * weights + found_y.square()).sum().backward()
+            assert_gradients({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, expected)
+    torch._dynamo.reset()
+
+
+def test_autocast_forward_equals_plain_and_gradients_are_as_close(family):
+    plain = Scores(model_of(family)).float()
+    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=1.0)
+    x = pixels(family).float()
+    exact_y, exact = step(plain, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, found = step(model, x)
+        expected_y, expected = step(plain, x)
+    assert y.dtype == expected_y.dtype
+    if "eager" in family:  # written out, ours scales queries, theirs scores: rounded otherwise, not worse
+        assert (y - exact_y).norm() <= 2 * (expected_y - exact_y).norm()
+    else:
+        torch.testing.assert_close(y, expected_y, rtol=0, atol=1e-5)
+    error = sum((found[k] - exact[k]).square().sum() for k in exact).sqrt()
+    assert error <= 1.5 * sum((expected[k] - exact[k]).square().sum() for k in exact).sqrt()
+
+
+def test_frozen_projections_get_no_gradient_and_the_rest_keeps_its_own():
+    model = torchsbp.apply(Scores(model_of("vit")), keep_ratio=0.5)
+    _, everything = step(model, pixels())
+    torchsbp.set_step(model, 0)
+    for name, p in model.named_parameters():
+        p.requires_grad_("q_proj" not in name and "query" not in name and "v_proj.bias" not in name)
+    _, some = step(model, pixels())
+    assert 0 < len(some) < len(everything)
+    assert_gradients(some, {name: everything[name] for name in some})
+
+
+@pytest.mark.parametrize("name", ["vit", "videomae", "convnext"])
+def test_estimate_predicts_the_bytes_that_are_saved(name):
+    model, config = Scores(model_of(name).float()), SBPConfig(keep_ratio=0.5)
+    x = pixels(name, 8).float()
+    predicted = torchsbp.estimate(model, x.shape, config, "float32", device="cpu", loss=torch.sum)
+    torchsbp.apply(model, config=config)
+    with SavedBytes(model, x) as saved:
+        model(x).sum()
+    assert predicted.saved_bytes == pytest.approx(saved.total, rel=0.01)
+    assert predicted.saved_bytes < torchsbp.estimate(model, x.shape, "full", "float32", device="cpu").saved_bytes
+
+
+TEXT = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 3}
+PAIR = {**TOWER, "text_config": TEXT, "projection_dim": 16}
+WITHIN = {
+    "CLIPModel": (PAIR, ["vision_model"]),
+    "CLIPVisionModel": (TOWER["vision_config"], [""]),
+    "CLIPVisionModelWithProjection": (TOWER["vision_config"], ["vision_model"]),
+    "SiglipModel": (PAIR, ["vision_model"]),
+    "SiglipVisionModel": (TOWER["vision_config"], [""]),
+    "SiglipForImageClassification": (TOWER, ["vision_model"]),
+    "ViTModel": (VIT, [""]),
+    "DeiTForImageClassificationWithTeacher": (VIT, ["deit"]),
+    "Dinov2Model": (DINOV2, [""]),
+    "Dinov2Backbone": (DINOV2, [""]),
+    "Dinov2WithRegistersBackbone": (DINOV2, [""]),
+    "VideoMAEModel": (FAMILIES["videomae"][1], [""]),
+    "ConvNextModel": (FAMILIES["convnext"][1], [""]),
+    "ConvNextBackbone": (FAMILIES["convnext"][1], [""]),
+}
+
+
+@pytest.mark.parametrize("cls", WITHIN)
+def test_a_backbone_is_found_once_wherever_it_is(cls):
+    options, names = WITHIN[cls]
+    model = build(cls, **options)
+    assert [name for name, _, _ in find_backbones(model)] == names
+    torchsbp.apply(model)
+    sites = entry_of(model).sbp
+    assert sites.prefix == "".join(f"{name}." for name in names if name)
+    assert len(sites.sites) == (6 if cls.startswith("ConvNext") else 2)
+
+
+def test_clip_trains_with_its_text_tower():
+    plain = build("CLIPModel", **PAIR)
+    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=1.0)
+    batch = {"pixel_values": pixels(), "input_ids": torch.arange(10).view(2, 5), "return_loss": True}
+    for each in (plain, model):
+        each(**batch).loss.backward()
+    assert_gradients(*({name: p.grad for name, p in each.named_parameters()} for each in (model, plain)))
+
+
+@pytest.mark.parametrize("cls", ["Dinov2Backbone", "ConvNextBackbone"])
+def test_feature_maps_of_a_backbone(cls):
+    plain = build(cls, **WITHIN[cls][0])
+    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5)
+    torch.manual_seed(0)
+    expected = plain(pixels()).feature_maps
+    torch.manual_seed(0)
+    found = model(pixels()).feature_maps
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "family, options, message",
+    [
+        ("vit", {"attention_probs_dropout_prob": 0.1}, r"attention.*drop\w* is 0.1, which is not supported"),
+        ("vit", {"hidden_dropout_prob": 0.1}, r"dropout is Dropout\(p=0.1"),
+        ("videomae", {"hidden_dropout_prob": 0.1}, r"attention.output.dropout is Dropout(.|\n)*output.dropout is Drop"),
+        ("clip", {"vision_config": {**VIT, "attention_dropout": 0.1}}, r"self_attn.dropout is 0.1"),
+        ("vit", {"hidden_act": "mish"}, r"is transformers.activations.MishActivation; supported activations: .*GELU"),
+        ("vit", {"output_attentions": True, "attn_implementation": "eager"}, r"output_attentions is True"),
+        (
+            "dinov2 drop path",
+            {"attention_probs_dropout_prob": 0.1},
+            r"attention.*drop\w* is 0.1, which is not supported",
+        ),
+    ],
+    ids=str,
+)
+def test_unsupported_parts_are_refused_by_name(family, options, message):
+    model = model_of(family, **options)
+    with pytest.raises(ValueError, match=message):
+        torchsbp.apply(model)
+    assert not any(isinstance(m, torchsbp.sites.Site) for m in model.modules())
+
+
+def test_other_attention_kernels_are_refused_by_name():
+    model = model_of("vit")
+    model.config._attn_implementation = "flash_attention_2"
+    message = r"config._attn_implementation is 'flash_attention_2'; supported: 'sdpa', 'eager'"
+    with pytest.raises(ValueError, match=message):
+        torchsbp.apply(model)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
+@pytest.mark.parametrize(
+    "cls, options",
+    [
+        ("Dinov2Model", {**DINOV2, "use_swiglu_ffn": True}),
+        ("DINOv3ViTModel", {**SIZES, "intermediate_size": 48}),
+        ("DINOv3ViTModel", {**SIZES, "intermediate_size": 48, "use_gated_mlp": True, "drop_path_rate": 0.5}),
+    ],
+    ids=str,
+)
+def test_gated_mlps_and_rotary_embeddings(cls, options, ratio):
+    plain = Scores(build(cls, **options))
+    check_against_oracle(copy.deepcopy(plain), plain, SBPConfig(keep_ratio=ratio), pixels())
+
+
+def test_other_families_are_refused_by_name():
+    model = build("ConvNextV2Model", hidden_sizes=[8, 12, 16, 20], depths=[1, 1, 1, 1])
+    message = r"nothing to patch in .*ConvNextV2Model: .*ConvNextV2Layer.*Supported.*transformers ViT"
+    with pytest.raises(ValueError, match=message):
+        torchsbp.apply(model)
+
+
+def test_releases_that_are_too_old_are_refused(monkeypatch):
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.5.4")
+    with pytest.raises(ValueError, match=r"transformers 5.5.4 is not supported; install transformers >= 5.6"):
+        torchsbp.apply(model_of("vit"))
+
+
+def test_calls_that_are_not_plain_are_refused():
+    model = torchsbp.apply(model_of("clip"))
+    with pytest.raises(ValueError, match=r"SBPCLIPEncoderLayer was called with extra arguments in training"):
+        model(pixels(), output_attentions=True)
+    with pytest.raises(ValueError, match=r"called with extra arguments in training"):
+        model.vision_model.encoder(torch.randn(2, 17, 24).double(), attention_mask=torch.zeros(2, 1, 17, 17))
+
+
+def test_tokens_dropped_in_pretraining_are_refused():
+    model = torchsbp.apply(build("VideoMAEModel", **FAMILIES["videomae"][1]))
+    with pytest.raises(ValueError, match=r"was given 2 samples of 16 positions, but .* 2 samples of 32"):
+        model(pixels("videomae"), bool_masked_pos=torch.arange(32).expand(2, 32) < 16)
+
+
+def test_a_forward_that_was_replaced_is_refused():
+    """As accelerate does for models on several devices: it would hide the one for training."""
+    model = model_of("vit")
+    block = next(module for module in model.modules() if type(module).__name__ == "ViTLayer")
+    block.forward = block.forward
+    with pytest.raises(ValueError, match=r"its forward was replaced"):
+        torchsbp.apply(model)
+    del block.forward
+    block.attention.forward = block.attention.forward
+    with pytest.raises(ValueError, match=r"attention has a forward that is not its class's"):
+        torchsbp.apply(model)
