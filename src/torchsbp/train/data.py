@@ -4,17 +4,18 @@ A sample's augmentation is seeded by (seed, epoch, index), not by the state of a
 the whole run. What a process reads at step t needs no memory of the steps before.
 """
 
+import hashlib
 import os
 import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from .errors import DataError
 
@@ -37,16 +38,21 @@ class Images(Protocol):
 
 def mixed(*numbers: int) -> int:
     """One seed from several numbers."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Python's, numpy's and torch's CPU generators begin at this seed; afterwards they are as before."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+def seed_cpu(seed: int) -> None:
+    """Python's, numpy's and torch's CPU generators begin at this seed."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Afterwards these generators are as before."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
     finally:
@@ -70,7 +76,9 @@ class Samples(Dataset[Any]):
             image, label = self.images[index]
         except Exception as error:  # whatever a decoder raises
             raise DataError(f"{self.images.where(index)} can't be read: {error}") from error
-        with seeded(mixed(self.seed, epoch, index)):
+        in_worker = get_worker_info() is not None  # whose generators are nobody else's
+        with nullcontext() if in_worker else generators_kept():
+            seed_cpu(mixed(self.seed, epoch, index))
             return self.transform(image), label
 
 

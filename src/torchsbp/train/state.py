@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from .data import seed_cpu
+
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -79,6 +81,5 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    seed_cpu(seed)
     torch.manual_seed(seed)
