@@ -258,9 +258,9 @@ def matrix(block: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
 
 
 def attention_of(block: nn.Module, parts: P.TransformerBlock, rule: str) -> tuple[Attention, AttentionSpec]:
-    norm, proj = P.find(block, parts.norm1), matrix(block, parts.proj)
+    norm, scale = P.find(block, parts.norm1), P.find(block, parts.scale1)
     q_norm, k_norm = P.find(block, parts.q_norm), P.find(block, parts.k_norm)
-    qkv, scale = projection_of(block, parts.qkv), P.find(block, parts.scale1)
+    qkv, proj = projection_of(block, parts.qkv), matrix(block, parts.proj)
     params = Attention(*affine(norm), *qkv, *affine(q_norm), *affine(k_norm), *proj, scale)
     static = P.norm_of(norm)
     assert static is not None
