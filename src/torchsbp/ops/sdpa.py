@@ -69,7 +69,14 @@ def attend_backward(
     return _attend_backward(do, q, k, v, o, lse, scale, fused)
 
 
-@torch.library.custom_op("torchsbp::attend_backward", mutates_args=())
+# Not torch.library.custom_op: its checks at every call take longer than the launch of a kernel.
+torch.library.define(
+    "torchsbp::attend_backward",
+    "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, float scale) -> (Tensor, Tensor, Tensor)",
+)
+
+
+@torch.library.impl("torchsbp::attend_backward", ("cpu", "cuda"))
 def _operator(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,7 +86,7 @@ def _operator(
     return rows_first(dq), rows_first(dk), rows_first(dv)
 
 
-@_operator.register_fake
+@torch.library.register_fake("torchsbp::attend_backward")
 def _shapes(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
