@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torchsbp
 from torchsbp import SBPConfig
 from torchsbp.memory import cuda
 from torchsbp.memory.blocks import block_names
+from torchsbp.memory.estimating import describe
 from torchsbp.memory.measuring import measure_config
 from torchsbp.ops.downsample import Downsample, DownsampleSpec, downsample
 
@@ -67,30 +69,25 @@ def test_saved_bytes_are_those_counted_under_autocast(family, options):
 
 
 # One H200, torch 2.11, eager, bf16, AdamW, 224², batch 256: max_memory_allocated, MiB.
-PEAKS = {
-    "full": ("full", 18131),
-    "checkpoint": ("checkpoint", 4783),
-    "sbp": (SBPConfig(keep_ratio=0.25), 4115),
-    "sbp, saved": (SBPConfig(keep_ratio=0.25, recompute=False), 9076),
-}
+MEASURED = json.loads((Path(__file__).parents[1] / "benchmarks/results/memory.json").read_text())["rows"]
+QUARTER = SBPConfig(keep_ratio=0.25)
 
 
-@pytest.mark.parametrize("name", PEAKS)
-def test_peaks_of_vit_base_are_those_measured_on_a_gpu(name):
-    config, measured = PEAKS[name]
-    assert torchsbp.estimate(vit, (256, 3, 224, 224), config).peak == pytest.approx(measured * MIB, rel=0.03)
-
-
-def test_activations_are_those_measured_on_a_gpu():
-    """In plain training; what memory_allocated grows by in forward."""
-    rows = json.loads((Path(__file__).parents[1] / "benchmarks/results/h200.json").read_text())["rows"]
-    measured = {
-        row["model"]: row["activations MiB"] for row in rows if (row["mode"], row["method"]) == ("eager", "full")
-    }
-    names = {"vit_base": (256, vit), "convnext_tiny": (128, lambda: channels_last(timm.create_model("convnext_tiny")))}
-    for name, (batch, build) in names.items():
-        predicted = torchsbp.estimate(build, (batch, 3, 224, 224))
-        assert predicted.saved_bytes == pytest.approx(measured[name] * MIB, rel=0.01)
+@pytest.mark.parametrize(
+    "model, config",
+    [
+        *(("vit_base_patch16_224", config) for config in ("full", QUARTER, replace(QUARTER, recompute=False))),
+        *(("convnext_tiny", config) for config in ("full", QUARTER)),
+        ("swin_tiny_patch4_window7_224", "full"),
+    ],
+    ids=str,
+)
+def test_predicted_as_measured_on_a_gpu(model, config):
+    (row,) = (r for r in MEASURED if (r["part"], r["model"], r["method"]) == ("peak", model, describe(config)))
+    order = channels_last if "convnext" in model else nn.Identity()
+    predicted = torchsbp.estimate(lambda: order(timm.create_model(model)), (row["batch"], 3, 224, 224), config)
+    assert predicted.peak == pytest.approx(row["peak MiB"] * MIB, rel=0.03)
+    assert predicted.saved_bytes == pytest.approx(row["saved MiB"] * MIB, rel=0.01)
 
 
 def channels_last(model: nn.Module) -> nn.Module:
