@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 
 from case import Row, Setting
 
@@ -43,10 +44,10 @@ def reason(error: Exception) -> str:
 class Child:
     """The parent's side: ``listen`` gives what the child sends next, an error if it dies or is late."""
 
-    def __init__(self, work: Work, setting: Setting, limit: float) -> None:
+    def __init__(self, work: Work, setting: Setting, limit: float, context: BaseContext = CONTEXT) -> None:
         self.setting, self.limit = setting, limit
-        self.pipe, theirs = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=serve, args=(theirs, work, setting))
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, work, setting))
         self.process.start()
         theirs.close()
         self.deadline = time.monotonic() + limit

@@ -54,6 +54,10 @@ def test_your_own_vit_gets_the_gradients_of_kept_rows(page, options):
     assert_gradients(found, expected)
 
 
+def test_your_own_vit_passes_the_check(page):
+    exec(re.findall(r"```python\n(.*?)```", PAGE, re.S)[1], page)
+
+
 def test_register_takes_adapters_and_the_last_one_wins(page):
     with pytest.raises(TypeError, match=r"register takes a torchsbp.adapters.Adapter, got dict"):
         torchsbp.register({})

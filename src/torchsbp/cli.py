@@ -20,6 +20,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "profile": Command("torchsbp.memory.commands:profile", "memory of a training step, by method and by block"),
     "plan": Command("torchsbp.memory.commands:plan", "the configuration that fits a memory budget"),
+    "models": Command("torchsbp.models:main", "which models are supported, and which blocks of a model"),
     "train": Command("torchsbp.train.cli:train", "train from a recipe"),
     "eval": Command("torchsbp.train.cli:evaluate", "evaluate a run or weights"),
     "report": Command("torchsbp.report:main", "tables, curves and a page from runs"),

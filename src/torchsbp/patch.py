@@ -46,13 +46,15 @@ Bound = tuple[nn.Module, type[Site], Any]
 
 @dataclass
 class Place:
-    """A module to patch: its name, stage and parts, and its ratio's place over depth (None: not sampled)."""
+    """A module to patch: its name, stage and parts, its ratio's place over depth (None: not sampled), and what speaks
+    against it."""
 
     name: str
     module: nn.Module
     stage: int
     parts: Parts
     depth: int | None
+    problems: list[str]
 
 
 def apply(
@@ -149,17 +151,18 @@ def find_backbones(model: nn.Module) -> Iterator[tuple[str, nn.Module, Adapter]]
             yield name, module, adapter
 
 
+def block_classes(model: nn.Module) -> list[str]:
+    """The classes of what stands in lists and chains of modules, but for torch's own."""
+    chains = (module for module in model.modules() if isinstance(module, (nn.Sequential, nn.ModuleList)))
+    classes = {qualified(child) for chain in chains for child in chain}
+    return sorted(name for name in classes if not name.startswith("torch.nn."))
+
+
 def nothing_found(model: nn.Module) -> str:
-    blocks = {
-        qualified(child)
-        for parent in model.modules()
-        if isinstance(parent, (nn.Sequential, nn.ModuleList))
-        for child in parent
-        if not qualified(child).startswith("torch.nn.")
-    }
+    blocks = ", ".join(block_classes(model)) or "not recognisable"
     supported = "; ".join(f"{a.name} ({class_name(a.model).rpartition('.')[2]})" for a in ADAPTERS)
     return (
-        f"nothing to patch in {qualified(model)}: its blocks are {', '.join(sorted(blocks)) or 'not recognisable'}. "
+        f"nothing to patch in {qualified(model)}: its blocks are {blocks}. "
         f"Supported, also inside another module: {supported}. "
         "For your own position-wise layers use torchsbp.sbp(fn, x, keep, dim)."
     )
@@ -167,10 +170,19 @@ def nothing_found(model: nn.Module) -> str:
 
 def places(model: nn.Module, adapter: Adapter, config: SBPConfig) -> list[Place]:
     """The modules to patch, in the order they run; an error that lists every reason why that is not possible."""
+    found = survey(model, adapter, config)
+    problems = [problem for place in found for problem in place.problems]
+    if problems:
+        shown = "\n  ".join(problems[:12]) + (f"\n  … and {len(problems) - 12} more" if len(problems) > 12 else "")
+        raise ValueError(f"{adapter.name}: this model has parts that SBP does not support:\n  {shown}")
+    return found
+
+
+def survey(model: nn.Module, adapter: Adapter, config: SBPConfig) -> list[Place]:
+    """The modules that ``apply`` would patch, in the order they run, each with its problems."""
     stages = adapter.stages_of(model)
     sampled = choose_blocks(model, adapter, stages, config)
     found: list[Place] = []
-    problems: list[str] = []
     names: dict[nn.Module, str] = {}
     depth = 0
     for index, stage in enumerate(stages):
@@ -182,20 +194,18 @@ def places(model: nn.Module, adapter: Adapter, config: SBPConfig) -> list[Place]
             layers.append((name, adapter.parts(find(model, name)), is_sampled))
         for name, parts, is_sampled in layers:
             module = find(model, name)
+            place = Place(name, module, index, parts or Parts(), depth if is_sampled else None, [])
+            found.append(place)
             if parts is None:
-                problems.append(f"{name} is {qualified(module)}; supported: {', '.join(adapter.blocks)}")
+                place.problems.append(f"{name} is {qualified(module)}; supported: {', '.join(adapter.blocks)}")
                 continue
             if names.setdefault(module, name) != name:
-                problems.append(f"{name} is the same module as {names[module]}")
-            problems += [f"{name}: {problem}" for problem in parts.problems(module)]
+                place.problems.append(f"{name} is the same module as {names[module]}")
+            place.problems += [f"{name}: {problem}" for problem in parts.problems(module)]
             if is_sampled and config.attention not in parts.rules:
                 allowed = ", ".join(repr(rule) for rule in parts.rules)
-                problems.append(f"{name}: attention={config.attention!r} is not allowed here; allowed: {allowed}")
-            found.append(Place(name, module, index, parts, depth if is_sampled else None))
+                place.problems.append(f"{name}: attention={config.attention!r} is not allowed here; allowed: {allowed}")
             depth += is_sampled and name in stage.blocks
-    if problems:
-        shown = "\n  ".join(problems[:12]) + (f"\n  … and {len(problems) - 12} more" if len(problems) > 12 else "")
-        raise ValueError(f"{adapter.name}: this model has parts that SBP does not support:\n  {shown}")
     return found
 
 

@@ -83,6 +83,9 @@ class Parts:
     classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
+    kind: ClassVar[str] = "lean"
+    meaning: ClassVar[str] = "the backward pass is written out for its parts"
+    """How backward runs: a word for the user, and what that means."""
     called: ClassVar[tuple[str, ...]] = ()
     """Fields whose modules are still called as modules; of the others the ops only read the parameters."""
     hooks: ClassVar[str] = "would not run in training"

@@ -53,6 +53,8 @@ class Residual(Parts):
     mixers: tuple[Mixer, ...] = (Mixer(),)
     constant: tuple[str, ...] = ()
 
+    kind: ClassVar[str] = "run again"
+    meaning: ClassVar[str] = "its own forward runs again on kept rows"
     rules: ClassVar[tuple[str, ...]] = ("query",)
     hooks: ClassVar[str] = "would run twice in training"
 

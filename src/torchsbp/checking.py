@@ -1,0 +1,160 @@
+"""check: does a patched model compute what its definition says? For adapters, ours and yours."""
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .adapters.parts import find
+from .patch import entries, kept, remove
+
+ROUNDING, TOLERANCE = 1e-12, 1e-9  # of outputs, of gradients
+Step = tuple[list[Tensor], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """Relative errors of a patched model: of its outputs, the largest, and of its gradients, the ``worst`` parameter's.
+
+    A gradient's error is relative to its norm plus 1e-4 of the largest gradient's norm.
+    """
+
+    forward: float
+    gradient: float
+    worst: str
+
+    @property
+    def passed(self) -> bool:
+        return self.forward <= ROUNDING and self.gradient <= TOLERANCE
+
+
+def check(model: nn.Module, *inputs: Any) -> Check:
+    """Compare a training step of a patched model with that of its unpatched, gated twin, on copies in float64.
+
+    In the twin, every sampled block is the library's own; the gradient at its output goes through the block where
+    positions are kept, and past it, along the residual path, where they are dropped. The model is not changed.
+    """
+    for _, entry in entries(model):
+        config = entry.sbp.masks.config
+        if config.attention != "query" or config.scale != "none":
+            raise ValueError(
+                f"check compares attention='query' with scale='none', found attention={config.attention!r} with "
+                f"scale={config.scale!r}; call torchsbp.remove(model), then apply with the former"
+            )
+    inputs = tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, inputs)
+    twin = remove(copy.deepcopy(model).double())
+    patched = copy.deepcopy(model).double()
+    outputs, gradients = training_step(patched, inputs)
+    install_gates(twin, patched)
+    expected_outputs, expected = training_step(twin, inputs)
+    pairs = zip(outputs, expected_outputs, strict=True)
+    forward = torch.stack([ratio((ours - theirs).abs().max(), theirs.abs().max()) for ours, theirs in pairs])
+    errors = gradient_errors(gradients, expected)
+    gradient, worst = torch.stack(list(errors.values())).max(0)  # a NaN counts as the largest
+    return Check(float(forward.max()), float(gradient), list(errors)[int(worst)])
+
+
+def training_step(model: nn.Module, inputs: Any) -> Step:
+    """Outputs and gradients, with the same randomness and the same cotangents each time."""
+    model.zero_grad()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        outputs = [t for t in tree_leaves(model(*inputs)) if isinstance(t, Tensor) and t.requires_grad]
+    found = [y.detach() for y in outputs]
+    slopes = [torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y) for y in found]
+    torch.autograd.backward(outputs, [y + slope for y, slope in zip(found, slopes, strict=True)])
+    return found, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gradient_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By parameter; a gradient that only one of them has is compared with zeros."""
+    floor = 1e-4 * max(g.norm() for g in expected.values())
+    errors = {}
+    for name, g in (found | expected).items():
+        ours, theirs = (gradients.get(name, torch.zeros_like(g)) for gradients in (found, expected))
+        errors[name] = ratio((ours - theirs).norm(), theirs.norm() + floor)
+    return errors
+
+
+def ratio(error: Tensor, size: Tensor) -> Tensor:
+    """0 where both are."""
+    return error.double() / size.double().clamp(min=torch.finfo(torch.float64).tiny)
+
+
+def install_gates(twin: nn.Module, patched: nn.Module) -> None:
+    """Gate the sampled modules of the unpatched model at the positions that the patched one has kept."""
+    positions = kept(patched)
+    for prefix, entry in entries(patched):
+        masks = entry.sbp.masks
+        for name, stage in zip(masks.names, masks.stages, strict=True):
+            parts: Any = patched.get_submodule(prefix + name).sbp.parts  # type: ignore[union-attr]
+            gate = Gate(positions[prefix + name], masks.grids[stage], masks.prefix)
+            install_gate(twin.get_submodule(prefix + name), gate, parts, masks.config.scope)
+
+
+def install_gate(block: nn.Module, gate: "Gate", parts: Any, scope: str) -> None:
+    """Gate a block's output; its residual path begins at its input, and there is none if that has another size.
+
+    Parts may name modules: a ``shortcut``, behind which the residual path begins; what is ``last``, behind the sum and
+    therefore behind the gate; a norm over positions, ``response``, whose statistic learns from kept rows only.
+    """
+    shortcut, last, response = (find(block, getattr(parts, name, "")) for name in ("shortcut", "last", "response"))
+    path: list[Tensor] = []
+
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        path[:] = [next(iter((*args, *kwargs.values())))]
+
+    def follow(module: nn.Module, args: Any, y: Tensor) -> None:
+        path[:] = [y]
+
+    def gated(y: Any) -> Any:
+        if isinstance(y, tuple):
+            return gated(y[0]), *y[1:]
+        (past,) = path
+        return gate(y, past.reshape(y.shape) if scope == "branch" and past.numel() == y.numel() else None)
+
+    end = block[-1] if isinstance(block, nn.ModuleList) else block  # a list runs no forward of its own
+    end.register_forward_pre_hook(begin, with_kwargs=True)
+    if shortcut is not None:
+        shortcut.register_forward_hook(follow)
+    if response is not None:
+        response.register_forward_pre_hook(lambda module, args: gate(args[0]))
+    if last is not None:
+        last.register_forward_pre_hook(lambda module, args: gated(args[0]))
+    else:
+        end.register_forward_hook(lambda module, args, y: gated(y))
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Kept positions ``[B, k]`` of a grid behind ``prefix`` tokens."""
+
+    positions: Tensor
+    grid: tuple[int, ...]
+    prefix: int
+
+    def __call__(self, y: Tensor, past: Tensor | None = None) -> Tensor:
+        """y; at dropped positions its gradient goes to ``past``, nowhere if there is none."""
+        dropped = y.detach() if past is None else y.detach() + (past - past.detach())
+        return torch.where(self.mask(y), y, dropped)
+
+    def mask(self, y: Tensor) -> Tensor:
+        """True where y ``[B, N, C]``, ``[B, *grid, C]`` or ``[B, C, *grid]`` is kept."""
+        n = self.prefix + math.prod(self.grid)
+        flat = torch.zeros(y.shape[0], n, dtype=torch.bool, device=y.device).scatter(1, self.positions, True)
+        shapes = [
+            shape
+            for shape in ((n, 1), (*self.grid, 1), (1, *self.grid))
+            if len(shape) == y.dim() - 1 and all(a in (1, b) for a, b in zip(shape, y.shape[1:], strict=True))
+        ]
+        if len(shapes) != 1:
+            why = "as channels first and last" if shapes else "as neither tokens nor a feature map"
+            raise ValueError(
+                f"a block's output of shape {tuple(y.shape)} fits the grid {self.grid} {why}; "
+                "check with images of another size, whose height and width differ"
+            )
+        return flat.view(-1, *shapes[0])
