@@ -40,7 +40,7 @@ class Adapter:
     - ``stages``: dotted name of the list of all blocks, which are one stage then, or model -> its stages, in order.
     - ``prefix``: number of class and register tokens in front, which are always kept, or model -> that number.
     - ``recipe``: (blocks per stage, fraction or None) -> how the papers choose: for each stage a slice of its blocks.
-    - ``downsample``: parts of the layers between stages, None where there are none to sample.
+    - ``downsample``: parts of the layers between stages, described as blocks are; None where there are none to sample.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Adapter:
     stages: str | Callable[[nn.Module], list[Stage]] = "blocks"
     prefix: int | Callable[[nn.Module], int] = 0
     recipe: Callable[[list[int], float | None], list[range]] = last_blocks
-    downsample: Parts | None = None
+    downsample: Parts | tuple[Parts, ...] | None = None
 
     def __post_init__(self) -> None:
         named = {class_name(block): parts for block, parts in self.blocks.items()}
@@ -74,10 +74,13 @@ class Adapter:
 
     def parts(self, block: nn.Module) -> Parts | None:
         """The description that fits a block; the last one, with its problems, if none does; None for another class."""
-        described = self.blocks.get(qualified(block), ())
-        choices = described if isinstance(described, tuple) else (described,)
-        fitting = (parts for parts in choices if not any(parts.problems(block)))
-        return next(fitting, choices[-1] if choices else None)
+        return fitting(self.blocks.get(qualified(block), ()), block)
+
+
+def fitting(described: Parts | tuple[Parts, ...], module: nn.Module) -> Parts | None:
+    """The first description that has no problems with the module, the last one if none does, None if there is none."""
+    choices = described if isinstance(described, tuple) else (described,)
+    return next((parts for parts in choices if not any(parts.problems(module))), choices[-1] if choices else None)
 
 
 def class_name(cls: str | type) -> str:

@@ -58,6 +58,11 @@ def find(module: Any, name: str) -> Any:
     return module
 
 
+def inside(name: str, part: str) -> bool:
+    """Whether the module of that dotted name is the part, or in it."""
+    return name == part or (part != "" and name.startswith(f"{part}."))
+
+
 @dataclass(frozen=True)
 class Parts:
     """Dotted names in a block.
@@ -82,7 +87,9 @@ class Parts:
                 yield f"{name} is {_class(find(block, name))}; supported: {', '.join(allowed)}"
         called = [getattr(self, name) for name in self.called]
         for name, module in block.named_modules():
-            if name and name not in called and any(getattr(module, hooks) for hooks in HOOKS):
+            if not name or any(inside(name, part) for part in called):
+                continue
+            if any(getattr(module, hooks) for hooks in HOOKS):
                 yield f"{name} has hooks, which {self.hooks}; remove them first"
         for name in self.idle:
             part = find(block, name)
@@ -131,9 +138,12 @@ class TransformerBlock(Parts):
 
 @dataclass(frozen=True)
 class ConvBlock(Parts):
-    """``x + drop(scale(fc2(act(fc1(norm(conv(x)))))))`` on ``[B, C, H, W]``; fc1 and fc2 are Linear or 1×1 Conv2d."""
+    """``shortcut(x) + drop(scale(fc2(act(fc1(norm(conv(pool(x))))))))`` on ``[B, C, H, W]``.
 
-    called: ClassVar[tuple[str, ...]] = ("conv", "drop")
+    fc1 and fc2 are Linear or 1×1 Conv2d.
+    """
+
+    called: ClassVar[tuple[str, ...]] = ("conv", "drop", "pool", "shortcut")
 
     conv: str = "conv_dw"
     norm: str = "norm"
@@ -142,6 +152,8 @@ class ConvBlock(Parts):
     fc2: str = "mlp.fc2"
     scale: str = "gamma"
     drop: str = "drop_path"
+    pool: str = ""
+    shortcut: str = ""
 
 
 @dataclass(frozen=True)
