@@ -65,8 +65,3 @@ def test_torchvision_vit_keeps_its_class_token_and_refuses_dropout():
     message = r"self_attention.dropout is 0.1, which is not supported"
     with pytest.raises(ValueError, match=message):
         torchsbp.apply(torchvision_vit(attention_dropout=0.1)[0])
-
-
-def test_a_norm_nobody_described_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"stages.0.blocks.0: norm is timm.layers.norm.SimpleNorm2d; supported norms"):
-        torchsbp.apply(timm.create_model("convnext_zepto_rms"))

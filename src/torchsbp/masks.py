@@ -16,7 +16,7 @@ Grid = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Shrink:
-    """How a layer between two stages changes the grid: a convolution's kernel, stride and padding."""
+    """How a convolution or a pool changes the grid: its kernel, stride and padding."""
 
     kernel: Grid
     stride: Grid
@@ -38,16 +38,16 @@ class Kept(NamedTuple):
 class Masks:
     """One mask per training forward for all layers of a backbone, drawn on the coarsest grid that is sampled.
 
-    Sites are the sampled modules, in order: their names, stages and numbers of heads (0 where heads are not sampled),
-    and their ratios, None while a schedule has not been told the step. The step counter is a buffer of the entry
-    module, so that it follows the model to its device.
+    ``shrinks`` has what every stage does to the grid at first. Sites are the sampled modules, in order: their names,
+    stages and numbers of heads (0 where heads are not sampled), and their ratios, None while a schedule has not been
+    told the step. The step counter is a buffer of the entry module, so that it follows the model to its device.
     """
 
     def __init__(
         self,
         config: SBPConfig,
         prefix: int,
-        shrinks: tuple[Shrink | None, ...],
+        shrinks: tuple[tuple[Shrink, ...], ...],
         names: tuple[str, ...],
         stages: tuple[int, ...],
         heads: tuple[int, ...],
@@ -64,9 +64,11 @@ class Masks:
 
     def begin(self, batch: int, grid: Grid, step: Tensor) -> None:
         """A new forward has begun with this first grid. Masks are drawn now, or under no_grad when first needed."""
-        grids = [grid]
-        for shrink in self.shrinks[1:]:
-            grids.append(grids[-1] if shrink is None else shrink(grids[-1]))
+        grids = []
+        for shrinks in self.shrinks:
+            for shrink in shrinks:
+                grid = shrink(grid)
+            grids.append(grid)
         self.pending = (batch, tuple(grids), step)
         if torch.is_grad_enabled():
             self.draw()

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from . import schedules
 from .adapters import ADAPTERS, match
-from .adapters.base import Adapter, Stage, class_name
+from .adapters.base import Adapter, Stage, class_name, fitting
 from .adapters.parts import ConvBlock, Downsample, DownsampleList, Parts, TransformerBlock, find, qualified
-from .adapters.residual import Residual
+from .adapters.residual import Patches, PointwiseBlock, Residual
 from .config import KeepRatio, SBPConfig, configured
 from .masks import Masks, Shrink
-from .residual import DrawSite, Inside, MixerSite, ResidualBinding, ResidualSite
+from .pointwise import PatchSite, PointwiseSite, ResponseSite
+from .residual import DrawSite, Inside, MixerSite, ResidualSite, ShortcutSite, SourceSite
 from .sites import (
     STEP,
-    Binding,
     ConvSite,
     DownsampleListSite,
     DownsampleSite,
@@ -40,6 +40,8 @@ SITES: dict[type[Parts], type[SampledSite]] = {
     Downsample: DownsampleSite,
     DownsampleList: DownsampleListSite,
     Residual: ResidualSite,
+    PointwiseBlock: PointwiseSite,
+    Patches: PatchSite,
 }
 Bound = tuple[nn.Module, type[Site], Any]
 
@@ -189,7 +191,8 @@ def survey(model: nn.Module, adapter: Adapter, config: SBPConfig) -> list[Place]
         chosen = [name in sampled for name in stage.blocks]
         layers: list[tuple[str, Parts | None, bool]] = []
         if stage.downsample and adapter.downsample is not None:
-            layers.append((stage.downsample, adapter.downsample, bool(chosen) and chosen[0]))
+            parts = fitting(adapter.downsample, find(model, stage.downsample))
+            layers.append((stage.downsample, parts, bool(chosen) and chosen[0]))
         for name, is_sampled in zip(stage.blocks, chosen, strict=True):
             layers.append((name, adapter.parts(find(model, name)), is_sampled))
         for name, parts, is_sampled in layers:
@@ -212,12 +215,14 @@ def survey(model: nn.Module, adapter: Adapter, config: SBPConfig) -> list[Place]
 def choose_blocks(model: nn.Module, adapter: Adapter, stages: list[Stage], config: SBPConfig) -> set[str]:
     """The names of the sampled blocks, from the option ``blocks``."""
     names = [name for stage in stages for name in stage.blocks]
+    if not names:
+        raise ValueError(f"{adapter.name}: nothing to sample, none of the blocks is one of {', '.join(adapter.blocks)}")
     wanted = config.blocks
     if wanted is None or isinstance(wanted, (int, float)):
         depths = [len(stage.blocks) for stage in stages]
         chosen = adapter.recipe(depths, wanted)
-        return {stage.blocks[i] for stage, picks in zip(stages, chosen, strict=True) for i in picks}
-    if callable(wanted):
+        result = {stage.blocks[i] for stage, picks in zip(stages, chosen, strict=True) for i in picks}
+    elif callable(wanted):
         result = {name for name in names if wanted(name, find(model, name))}
     else:
         result = set()
@@ -241,7 +246,7 @@ def plan(name: str, model: nn.Module, adapter: Adapter, config: SBPConfig) -> li
     masks = Masks(
         config,
         adapter.prefix_of(model),
-        tuple(shrink(model, stage) for stage in adapter.stages_of(model)),
+        tuple(shrinks(model, stage) for stage in adapter.stages_of(model)),
         tuple(place.name for place in sampled),
         tuple(place.stage for place in sampled),
         tuple(sampled_heads(place, config) for place in sampled),
@@ -265,13 +270,22 @@ def plan(name: str, model: nn.Module, adapter: Adapter, config: SBPConfig) -> li
 def bindings_of(place: Place, masks: Masks, site: int | None, recompute: bool) -> Iterator[Bound]:
     """What to bind to a module, and to the parts of a block that is run again."""
     block, parts = place.module, place.parts
-    make = ResidualBinding if isinstance(parts, Residual) else Binding
-    yield block, SITES[type(parts)], make(masks, site, parts, recompute)
+    mixin = SITES[type(parts)]
+    yield block, mixin, mixin.binding(masks, site, parts, recompute)
+    if isinstance(parts, PointwiseBlock):
+        response = find(block, parts.response)
+        if response is not None:
+            yield response, ResponseSite, Inside(block, parts.response)
     if isinstance(parts, Residual):
         for mixer in parts.members(block):
             yield find(block, mixer.name), MixerSite, Inside(block, mixer)
+            if mixer.whole:
+                yield find(block, mixer.source), SourceSite, Inside(block, mixer)
         for name, module in parts.draws(block):
             yield module, DrawSite, Inside(block, name)
+        shortcut = parts.path(block)
+        if shortcut is not None:
+            yield shortcut, ShortcutSite, Inside(block, parts.shortcut)
 
 
 def ratios_of(config: SBPConfig, depths: tuple[int, ...], step: int) -> tuple[float, ...]:
@@ -283,14 +297,21 @@ def ratios_of(config: SBPConfig, depths: tuple[int, ...], step: int) -> tuple[fl
     return tuple(over_depth[depth] for depth in depths)
 
 
-def shrink(model: nn.Module, stage: Stage) -> Shrink | None:
-    """What the layer into a stage does to the grid, from its last convolution."""
+def shrinks(model: nn.Module, stage: Stage) -> tuple[Shrink, ...]:
+    """What the layer into a stage does to the grid: its convolutions and pools, one after the other."""
     layer = find(model, stage.downsample)
-    convs = [] if layer is None else [m for m in layer.modules() if isinstance(m, nn.Conv2d)]
-    if not convs:
-        return None
-    conv = convs[-1]
-    return Shrink(conv.kernel_size, conv.stride, conv.padding)  # type: ignore[arg-type]
+    kinds = (nn.Conv2d, nn.AvgPool2d, nn.MaxPool2d)
+    return () if layer is None else tuple(shrink(m) for m in layer.modules() if isinstance(m, kinds))
+
+
+def shrink(layer: Any) -> Shrink:
+    kernel, stride, padding = (
+        value if isinstance(value, tuple) else (value, value)
+        for value in (layer.kernel_size, layer.stride, layer.padding)
+    )
+    if qualified(layer).endswith("Same"):  # timm's, which pad as they need: ⌈n / stride⌉
+        return Shrink((1, 1), stride, (0, 0))
+    return Shrink(kernel, stride, padding)
 
 
 def sampled_heads(place: Place, config: SBPConfig) -> int:

@@ -1,4 +1,4 @@
-"""The sites of residual blocks that are run again on kept rows by their own forward.
+"""The sites of blocks that are run again on kept rows by their own modules.
 
 While a block runs, its binding holds the ``Run``; its mixers and the parts that draw random numbers, which are sites
 too, look there. Outside of a run they are the modules they were.
@@ -6,8 +6,8 @@ too, look there. Outside of a run they are the modules they were.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,37 +17,51 @@ from torch.utils.checkpoint import checkpoint
 from .adapters.mixers import answer_of
 from .adapters.residual import Mixer, Residual, is_drop_path
 from .ops import rows as R
-from .ops.layers import autocast_dtype
+from .ops.layers import Backward, autocast_dtype
 from .ops.rerun import casts_anew, graft, inner, rerun
 from .sites import Binding, SampledSite, Site
 
 Draws = dict[str, list[Tensor]]
 
 
+class Positions(NamedTuple):
+    """The positions of a block's output: their number, where they begin in it (``dim``, as in ``rows.channels_last``),
+    and whether samples share those that are kept."""
+
+    n: int
+    dim: int
+    shared: bool
+
+
 @dataclass
 class Run:
     """One run of a block's own forward: the first, on all rows, or ``again``, on kept ones (None: all).
 
-    ``x`` is the block's input, all rows. ``draws`` has the random factors by the name of the part that drew them.
+    ``x`` is the block's input, all rows. ``draws`` has what the first run leaves for the second, by the name of the
+    part: random factors, statistics of all rows. ``shortcut`` is what the residual path has made of x before.
     """
 
     x: Tensor
-    draws: Draws
+    where: Positions
+    draws: Draws = field(default_factory=dict)
     again: bool = False
     rows: R.Rows = None
-    shared: bool = True
+    shortcut: Tensor | None = None
 
     @property
     def positions(self) -> Tensor:
         """Kept positions, ``[B, k]``, or ``[1, k]`` where samples share them."""
         assert self.rows is not None
-        positions = self.rows.view(self.x.shape[0], -1) % self.x.shape[1]
-        return positions[:1] if self.shared else positions
+        rows = self.rows.view(self.x.shape[0], -1)
+        return (rows[:1] if self.where.shared else rows) % self.where.n
 
 
 @dataclass
 class ResidualBinding(Binding):
     run: Run | None = None
+
+    def positions(self, n: int, dim: int) -> Positions:
+        return Positions(n, dim, shared=not self.masks.config.per_sample)
 
     @contextmanager
     def running(self, run: Run) -> Iterator[None]:
@@ -79,15 +93,33 @@ class MixerSite(Site):
         if run is None or run.rows is None:
             return super().forward(x, *args, **kwargs)
         mixer: Mixer = self.sbp.part
-        everything = mixer.input_of(self.sbp.block, R.apart(run.x))
+        everything = x if mixer.whole else mixer.input_of(self.sbp.block, R.apart(run.x))
         answer = answer_of(self, kwargs)
         if answer is not None:
-            return answer(self, x, everything, run.positions, *args, **kwargs)
+            kept = R.take_map(x, run.rows, mixer.dim) if mixer.whole else x
+            return answer(self, kept, everything, run.positions, *args, **kwargs)
         y = super().forward(everything, *(everything if arg is x else arg for arg in args), **kwargs)
-        index = run.positions.unsqueeze(2 if mixer.dim == 1 else 1)
         if isinstance(y, tuple):
-            return y[0].take_along_dim(index, mixer.dim), *y[1:]
-        return y.take_along_dim(index, mixer.dim)
+            return R.take_map(y[0], run.rows, mixer.dim), *y[1:]
+        return R.take_map(y, run.rows, mixer.dim)
+
+
+class SourceSite(Site):
+    """The module from which a mixer is given all rows, also in a run on kept ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = self.sbp.run
+        return super().forward(x if run is None or run.rows is None else R.apart(run.x))
+
+
+class ShortcutSite(Site):
+    """The module on the residual path, which has run before the block: all of its rows, or the kept ones."""
+
+    def forward(self, x: Tensor) -> Any:
+        run = self.sbp.run
+        if run is None or self.sbp.part not in run.draws:
+            return super().forward(x)
+        return run.draws[self.sbp.part][0] if run.again else run.shortcut
 
 
 class DrawSite(Site):
@@ -107,59 +139,82 @@ class DrawSite(Site):
         return x * factor
 
 
-class ResidualSite(SampledSite):
-    """A block whose value is that of its own forward and whose gradient comes from its own forward on kept rows."""
+class RerunSite(SampledSite):
+    """A module whose value is that of its own parts on all rows and whose gradient comes from a run on kept rows."""
+
+    binding = ResidualBinding
+
+    def twice(
+        self, first: Run, seen: Tensor, residual: Tensor | None, rows: R.Rows, how: Backward, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """The first run, with the gradient of a second one on kept rows: ``seen`` is what that needs of the input, and
+        ``residual``, on the residual path, has its gradient from dropped rows."""
+        b: ResidualBinding = self.sbp
+        x, dim, draws = first.x, first.where.dim, first.draws
+        if rows is None and not how.recompute:
+            return self.own(x, None, *args, **kwargs)
+        if rows is None and torch.compiler.is_compiling():
+            return checkpoint(self.own, x, None, *args, use_reentrant=False, **kwargs)
+        with torch.no_grad(), casts_anew(x, autocast_dtype(x)), b.running(first):
+            y = self.own(x, None, *args, **kwargs)
+        if how.recompute and not torch.compiler.is_compiling():
+            again, tensors = Again.of(self, first.where, draws, args, kwargs)
+            return rerun(again, y, seen, residual, rows, tensors, how, dim)
+        seen = inner(seen, how)
+        with b.running(Run(seen, first.where, draws, True, rows)):
+            # A part that draws twice counts its calls, which a checkpointed region of a compiled graph must not.
+            if how.recompute and all(len(drawn) == 1 for drawn in draws.values()):
+                kept = checkpoint(self.own, seen, rows, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            else:
+                kept = self.own(seen, rows, *args, **kwargs)
+        return graft(y, kept, residual, rows, how, dim)
+
+    def own(self, x: Tensor, rows: R.Rows, *args: Any, **kwargs: Any) -> Tensor:
+        """What the module's own parts give: in its own layout for all rows, ``[B, k, C]`` for kept ones."""
+        raise NotImplementedError
+
+
+class ResidualSite(RerunSite):
+    """A block whose own forward is run twice."""
 
     takes_arguments = True
 
     def run(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         b: ResidualBinding = self.sbp
-        batch, n = x.shape[:2]
+        parts: Residual = b.parts
+        shortcut = None if b.site is None else parts.path(self)
+        residual = x if shortcut is None else shortcut(x)
+        batch, n = x.shape[0], R.count(residual, parts.dim)
         rows = b.kept(batch, n).rows
         how = b.how(rows, batch, n)
-        if rows is None and not how.recompute:
-            return self.own(x, None, *args, **kwargs)
-        if rows is None and torch.compiler.is_compiling():
-            return checkpoint(self.own, x, None, *args, use_reentrant=False, **kwargs)
-        draws: Draws = {}
-        with torch.no_grad(), casts_anew(x, autocast_dtype(x)), b.running(Run(x, draws)):
-            y = self.own(x, None, *args, **kwargs)
-        shared = not b.masks.config.per_sample
-        if how.recompute and not torch.compiler.is_compiling():
-            again, tensors = Again.of(self, shared, draws, args, kwargs)
-            return rerun(again, y, x, rows, tensors, how)
-        x_inner = inner(x, how)
-        with b.running(Run(x_inner, draws, True, rows, shared)):
-            # A part that draws twice counts its calls, which a checkpointed region of a compiled graph must not.
-            if how.recompute and all(len(drawn) == 1 for drawn in draws.values()):
-                kept = checkpoint(
-                    self.own, x_inner, rows, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
-                )
-            else:
-                kept = self.own(x_inner, rows, *args, **kwargs)
-        return graft(y, kept, x, rows, how)
+        first = Run(x, b.positions(n, parts.dim))
+        if shortcut is not None:
+            kept = residual if rows is None else R.take_map(residual, rows, parts.dim)
+            first.shortcut, first.draws[parts.shortcut] = residual, [inner(kept, how)]
+        return self.twice(first, x, residual, rows, how, *args, **kwargs)
 
     def own(self, x: Tensor, rows: R.Rows, *args: Any, **kwargs: Any) -> Tensor:
-        """The block's own forward, ``[B, k, C]`` for kept rows."""
         parts: Residual = self.sbp.parts
         forward = super(Site, self).forward
         if rows is None:
             return forward(x, *args, **kwargs)
-        if parts.mixers:
-            return forward(by_sample(R.take(x, rows), x), *args, **kwargs)
-        return by_sample(R.take(forward(R.apart(x), *args, **kwargs), rows), x)
+        if not parts.mixers:
+            return tokens(R.take_map(forward(R.apart(x), *args, **kwargs), rows, parts.dim), parts.dim)
+        given = x if parts.shortcut in self.sbp.run.draws else R.take_map(x, rows, parts.dim)
+        return tokens(forward(given, *args, **kwargs), parts.dim)
 
 
-def by_sample(rows: Tensor, x: Tensor) -> Tensor:
-    return rows.view(x.shape[0], -1, x.shape[-1])
+def tokens(column: Tensor, dim: int) -> Tensor:
+    """Kept rows as ``[B, k, C]``, from a map of one column or as they are."""
+    return R.channels_last(column, dim).flatten(1, -2)
 
 
 @dataclass(frozen=True)
 class Again:
     """The second run of a block as a function of its input, the kept rows, and its draws, arguments and parameters."""
 
-    block: ResidualSite
-    shared: bool
+    block: RerunSite
+    where: Positions
     draws: tuple[str, ...]
     arguments: tuple[Any, ...]
     spec: TreeSpec
@@ -167,14 +222,14 @@ class Again:
 
     @classmethod
     def of(
-        cls, block: ResidualSite, shared: bool, draws: Draws, args: Any, kwargs: Any
+        cls, block: RerunSite, where: Positions, draws: Draws, args: Any, kwargs: Any
     ) -> tuple["Again", list[Tensor]]:
         """The function, and the tensors to call it with."""
         leaves, spec = tree_flatten((args, kwargs))
         parameters = dict(block.named_parameters(remove_duplicate=False))
         drawn = [(name, factor) for name, factors in draws.items() for factor in factors]
         arguments = tuple(None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves)
-        again = cls(block, shared, tuple(name for name, _ in drawn), arguments, spec, tuple(parameters))
+        again = cls(block, where, tuple(name for name, _ in drawn), arguments, spec, tuple(parameters))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         return again, [*(factor for _, factor in drawn), *given, *parameters.values()]
 
@@ -185,7 +240,7 @@ class Again:
             draws.setdefault(name, []).append(next(left))
         leaves = [next(left) if constant is None else constant[0] for constant in self.arguments]
         args, kwargs = tree_unflatten(leaves, self.spec)
-        run = Run(x, draws, True, rows, self.shared)
+        run = Run(x, self.where, draws, True, rows)
         with self.block.sbp.running(run), replaced(self.block, self.parameters, tuple(left)):
             return self.block.own(x, rows, *args, **kwargs)
 

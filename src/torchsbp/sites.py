@@ -5,6 +5,7 @@ override are the module's own. Parameters are read from the module at every call
 its parts are still those the ops know is checked whenever the model enters training mode.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -135,6 +136,7 @@ class SampledSite(Site):
     A name defined here hides a part of that name in the module's own class, so there are few.
     """
 
+    binding: type[Binding] = Binding
     takes_arguments = False
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -195,28 +197,32 @@ class TransformerSite(SampledSite):
 class ConvSite(SampledSite):
     def run(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         b: Binding = self.sbp
-        parts: P.ConvBlock = b.parts
-        u = P.find(self, parts.conv)(x).permute(0, 2, 3, 1)
-        batch, positions = u.shape[0], u.shape[1] * u.shape[2]
-        rows, places, _ = b.kept(batch, positions)
-        how = b.how(rows, batch, positions)
+        u = P.find(self, b.parts.conv)(through(self, b.parts.pool, x))
+        batch, positions = u.shape[0], u.shape[2] * u.shape[3]
+        kept = b.kept(batch, positions)
+        how = b.how(kept.rows, batch, positions)
+        y = self.branch(u, kept, how) + through(self, b.parts.shortcut, x)
+        if how.scope == "branch":
+            return y
+        return gate(y.permute(0, 2, 3, 1), kept.rows).permute(0, 3, 1, 2)
+
+    def branch(self, u: Tensor, kept: Kept, how: Backward) -> Tensor:
+        """What the block adds to its shortcut, from the output of its convolution ``[B, C, H, W]``."""
+        parts: P.ConvBlock = self.sbp.parts
         mlp, spec = mlp_of(self, parts.norm, parts)
         scale = P.find(self, parts.scale)
         mlp = mlp._replace(scale=None if scale is None else scale.flatten())
-        factor = drop_factor(P.find(self, parts.drop), x, scale)
-        y = mlp_branch(u, rows, mlp, spec, places=places, factor=factor, residual=False, how=how)
-        y = y.permute(0, 3, 1, 2) + x
-        if how.scope == "branch":
-            return y
-        return gate(y.permute(0, 2, 3, 1), rows).permute(0, 3, 1, 2)
+        factor = drop_factor(P.find(self, parts.drop), u, scale)
+        u = u.permute(0, 2, 3, 1)
+        y = mlp_branch(u, kept.rows, mlp, spec, places=kept.places, factor=factor, residual=False, how=how)
+        return y.permute(0, 3, 1, 2)
 
 
 class DownsampleSite(SampledSite):
     def run(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         b: Binding = self.sbp
         norm, conv = P.find(self, b.parts.norm), P.find(self, b.parts.down)
-        out = [(n - k) // s + 1 for n, k, s in zip(x.shape[2:], conv.kernel_size, conv.stride, strict=True)]
-        batch, positions = x.shape[0], out[0] * out[1]
+        batch, positions = x.shape[0], math.prod(output_size(conv, x))
         rows = b.kept(batch, positions).rows
         static = P.norm_of(norm)
         assert static is not None
@@ -230,6 +236,17 @@ class DownsampleListSite(DownsampleSite):
     def __iter__(self) -> Iterator[nn.Module]:
         lean = self.training and torch.is_grad_enabled()
         return iter((self,)) if lean else super().__iter__()  # type: ignore[misc]
+
+
+def output_size(conv: nn.Conv2d, x: Tensor) -> list[int]:
+    """The grid behind a convolution without padding."""
+    return [(n - k) // s + 1 for n, k, s in zip(x.shape[2:], conv.kernel_size, conv.stride, strict=True)]
+
+
+def through(block: nn.Module, name: str, x: Tensor) -> Tensor:
+    """x behind a part that a block may have."""
+    part = P.find(block, name)
+    return x if part is None else part(x)
 
 
 def affine(module: nn.Module | None) -> tuple[Any, Any]:

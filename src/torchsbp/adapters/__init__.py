@@ -10,7 +10,7 @@ from .residual import Mixer, Residual
 __all__ = ["ADAPTERS", "Adapter", "Mixer", "Residual", "match", "register", "registered"]
 
 ADAPTERS: list[Adapter] = [
-    *(timm.VIT, timm.EVA, timm.BEIT, timm.RELATIVE_VIT, timm.MIXER, timm.CONVNEXT),
+    *(timm.VIT, timm.EVA, timm.BEIT, timm.RELATIVE_VIT, timm.MIXER, timm.CONVNEXT, timm.HYBRID),
     *(torchvision.VIT, torchvision.CONVNEXT),
     *transformers.ADAPTERS,
 ]

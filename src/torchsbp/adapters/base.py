@@ -40,7 +40,7 @@ class Adapter:
     - ``stages``: dotted name of the list of all blocks, which are one stage then, or model -> its stages, in order.
     - ``prefix``: number of class and register tokens in front, which are always kept, or model -> that number.
     - ``recipe``: (blocks per stage, fraction or None) -> how the papers choose: for each stage a slice of its blocks.
-    - ``downsample``: parts of the layers between stages, None where there are none to sample.
+    - ``downsample``: parts of the layers between stages, described as blocks are; None where there are none to sample.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Adapter:
     stages: str | Callable[[nn.Module], list[Stage]] = "blocks"
     prefix: int | Callable[[nn.Module], int] = 0
     recipe: Callable[[list[int], float | None], list[range]] = last_blocks
-    downsample: Parts | None = None
+    downsample: Parts | tuple[Parts, ...] | None = None
 
     def __post_init__(self) -> None:
         named = {class_name(block): parts for block, parts in self.blocks.items()}
@@ -73,14 +73,17 @@ class Adapter:
         return self.prefix if isinstance(self.prefix, int) else self.prefix(model)
 
     def parts(self, block: nn.Module) -> Parts | None:
-        """The first description that fits a block; if none does, the one with the fewest problems, the last of them;
-        None for another class."""
-        described = self.blocks.get(qualified(block), ())
-        choices = described if isinstance(described, tuple) else (described,)
-        counts = [len(list(parts.problems(block))) for parts in choices]
-        if 0 in counts:
-            return choices[counts.index(0)]
-        return choices[max(i for i, count in enumerate(counts) if count == min(counts))] if choices else None
+        """The description that fits a block; None for another class."""
+        return fitting(self.blocks.get(qualified(block), ()), block)
+
+
+def fitting(described: Parts | tuple[Parts, ...], module: nn.Module) -> Parts | None:
+    """The first description that fits the module; if none does, the last of those with the fewest problems."""
+    choices = described if isinstance(described, tuple) else (described,)
+    counts = [len(list(parts.problems(module))) for parts in choices]
+    if 0 in counts:
+        return choices[counts.index(0)]
+    return choices[max(i for i, count in enumerate(counts) if count == min(counts))] if choices else None
 
 
 def class_name(cls: str | type) -> str:

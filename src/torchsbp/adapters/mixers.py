@@ -20,7 +20,7 @@ Answer = Callable[..., Any]
 def answer_of(module: nn.Module, arguments: dict[str, Any]) -> Answer | None:
     """How the module answers for kept queries; None if it must run on all rows: masked, or its projection replaced."""
     masked = arguments.get("attn_mask") is not None or arguments.get("is_causal")
-    plain = getattr(module, "qkv", None) is None or type(module.qkv) is nn.Linear
+    plain = getattr(module, "qkv", None) is None or type(module.qkv) in (nn.Linear, nn.Conv2d)
     return ANSWERS.get(qualified(module)) if plain and not masked else None
 
 
@@ -62,6 +62,28 @@ def differential_attention(m: Any, x: Tensor, everything: Tensor, positions: Ten
     return output(m, x, o)
 
 
+def map_attention(
+    m: Any, x: Tensor, everything: Tensor, positions: Tensor, shared_rel_pos: Tensor | None = None
+) -> Tensor:
+    """On maps: ``x [B, C, k, 1]``, ``everything [B, C, H, W]``."""
+    weights = by_use(m, m.qkv.weight.flatten(1))
+    biases = (None,) * 3 if m.qkv.bias is None else by_use(m, m.qkv.bias)
+    q, k, v = (
+        F.linear(rows.flatten(2).mT, weight, bias).unflatten(-1, (m.num_heads, m.dim_head)).transpose(1, 2)
+        for rows, weight, bias in zip((x, everything, everything), weights, biases, strict=True)
+    )
+    bias = shared_rel_pos if m.rel_pos is None else m.rel_pos.get_bias()
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else at(bias, positions))
+    return m.proj(o.mT.flatten(1, 2).unsqueeze(-1))
+
+
+def by_use(m: Any, parameter: Tensor) -> tuple[Tensor, ...]:
+    """A parameter of all projections, taken apart into that of queries, keys and values."""
+    if m.head_first:
+        return tuple(part.flatten(0, 1) for part in parameter.unflatten(0, (m.num_heads, 3, m.dim_head)).unbind(1))
+    return parameter.chunk(3)
+
+
 def multihead_attention(m: Any, x: Tensor, everything: Tensor, positions: Tensor, *same: Tensor, **masks: Any) -> Any:
     return nn.MultiheadAttention.forward(m, x, everything, everything, **masks)
 
@@ -74,6 +96,7 @@ ANSWERS: dict[str, Answer] = {
     "timm.models.beit.Attention": beit_attention,
     "timm.models.vision_transformer_relpos.RelPosAttention": relative_attention,
     "timm.layers.diff_attention.DiffAttention": differential_attention,
+    "timm.models.maxxvit.Attention2d": map_attention,
     "torch.nn.modules.activation.MultiheadAttention": multihead_attention,
 }
 

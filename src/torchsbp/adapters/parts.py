@@ -70,6 +70,11 @@ def find(module: Any, name: str) -> Any:
     return module
 
 
+def inside(name: str, part: str) -> bool:
+    """Whether the module of that dotted name is the part, or in it."""
+    return name == part or (part != "" and name.startswith(f"{part}."))
+
+
 @dataclass(frozen=True)
 class Parts:
     """Dotted names in a block.
@@ -101,7 +106,7 @@ class Parts:
         if "forward" in vars(block):
             yield "its forward was replaced, which hides the one for training; restore its class's"
         for name, module in block.named_modules():
-            if not name or name in called:
+            if not name or any(inside(name, part) for part in called):
                 continue
             if "forward" in vars(module):
                 yield f"{name} has a forward that is not its class's, which {self.hooks}"
@@ -156,9 +161,12 @@ class TransformerBlock(Parts):
 
 @dataclass(frozen=True)
 class ConvBlock(Parts):
-    """``x + drop(scale(fc2(act(fc1(norm(conv(x)))))))`` on ``[B, C, H, W]``; fc1 and fc2 are Linear or 1×1 Conv2d."""
+    """``shortcut(x) + drop(scale(fc2(act(fc1(norm(conv(pool(x))))))))`` on ``[B, C, H, W]``.
 
-    called: ClassVar[tuple[str, ...]] = ("conv", "drop")
+    fc1 and fc2 are Linear or 1×1 Conv2d.
+    """
+
+    called: ClassVar[tuple[str, ...]] = ("conv", "drop", "pool", "shortcut")
 
     conv: str = "conv_dw"
     norm: str = "norm"
@@ -167,6 +175,8 @@ class ConvBlock(Parts):
     fc2: str = "mlp.fc2"
     scale: str = "gamma"
     drop: str = "drop_path"
+    pool: str = ""
+    shortcut: str = ""
 
 
 @dataclass(frozen=True)

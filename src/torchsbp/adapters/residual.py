@@ -1,4 +1,4 @@
-"""A residual block of any make, described by what mixes its rows: everything else in it treats rows one by one."""
+"""Blocks of any make, described by what mixes their rows: everything else in them treats rows one by one."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from .parts import Parts, find, qualified
+from .parts import Parts, find, inside, qualified
 
 DROP_PATHS = ("DropPath", "StochasticDepth")  # how the names of such classes end: most libraries have their own
 
@@ -17,12 +17,15 @@ class Mixer:
 
     - ``name``: dotted name in the block; ``*`` stands for every member of a list.
     - ``source``: names of the modules through which the block's input reaches it, with spaces between; "" if directly.
-    - ``dim``: where rows are in its input and output: 1 in ``[B, N, C]``, 2 in ``[B, C, N]``.
+    - ``dim``: where rows are in its input and output: 1 in ``[B, N, C]``, 2 in ``[B, C, N]``; of maps likewise.
+    - ``whole``: ``source`` is one module, and from it to the mixer all rows are given, since they meet on the way: in
+      the block's own code (windows around attention) or in the source (pooling). The mixer gives the kept ones.
     """
 
     name: str = "attn"
     source: str = "norm1"
     dim: int = 1
+    whole: bool = False
 
     def members(self, block: nn.Module) -> Iterator["Mixer"]:
         """The mixer itself, or one for every member of the list that ``*`` stands for."""
@@ -42,21 +45,31 @@ class Mixer:
 
 
 @dataclass(frozen=True)
-class Residual(Parts):
-    """``x + f₁(x) + …`` on ``[B, N, C]``, whose own forward is run again on kept rows in backward.
+class RunAgain(Parts):
+    """Parts whose own forward is run again in backward."""
+
+    kind: ClassVar[str] = "run again"
+    meaning: ClassVar[str] = "its own forward runs again on kept rows"
+    hooks: ClassVar[str] = "would run twice in training"
+
+
+@dataclass(frozen=True)
+class Residual(RunAgain):
+    """``x + f₁(x) + …`` on ``[B, N, C]`` or a map, whose own forward is run again on kept rows in backward.
 
     - ``mixers``: the parts in which rows meet. Without any, rows meet in the block's own code: it is then run again on
       all rows, and must be ``x + f(x)``.
     - ``constant``: names of parts that do not see rows (a table of relative positions), where dropout may be active.
+    - ``shortcut``: name of the module on the residual path, which may change the grid; "" where there is none.
+    - ``dim``: where rows are in its input: 1 in ``[B, N, C]`` and ``[B, H, W, C]``, 2 in ``[B, C, H, W]``.
     """
 
     mixers: tuple[Mixer, ...] = (Mixer(),)
     constant: tuple[str, ...] = ()
+    shortcut: str = ""
+    dim: int = 1
 
-    kind: ClassVar[str] = "run again"
-    meaning: ClassVar[str] = "its own forward runs again on kept rows"
     rules: ClassVar[tuple[str, ...]] = ("query",)
-    hooks: ClassVar[str] = "would run twice in training"
 
     def members(self, block: nn.Module) -> list[Mixer]:
         return [member for mixer in self.mixers for member in mixer.members(block)]
@@ -67,29 +80,82 @@ class Residual(Parts):
             if is_drop_path(module) or (dropout_rate(module) and self._is_constant(name)):
                 yield name, module
 
+    def path(self, block: nn.Module) -> nn.Module | None:
+        """The module on the residual path, None where that is the input itself."""
+        shortcut = find(block, self.shortcut)
+        return None if isinstance(shortcut, nn.Identity) else shortcut
+
     def problems(self, block: nn.Module) -> Iterator[str]:
         yield from super().problems(block)
+        yield from not_row_by_row(block, self.constant)
         members = self.members(block)
         for mixer in members:
             for name in (mixer.name, *mixer.source.split()):
                 if not isinstance(find(block, name), nn.Module):
                     yield f"{name} is missing"
+        if not members or any(mixer.whole for mixer in members):
+            return
         for name, module in block.named_modules():
-            if dropout_rate(module) and not self._is_constant(name):
-                found = f"{bare_name(module)}(p={dropout_rate(module)})"
-                yield f"{name} is {found}, which is not supported (allowed: absent, Identity, Dropout with p=0)"
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                yield f"{name} is {bare_name(module)}, whose statistics would be those of kept rows"
-            if members and "Attention" in bare_name(module) and not any(_inside(name, m.name) for m in members):
+            if "Attention" in bare_name(module) and not any(inside(name, m.name) for m in members):
                 known = ", ".join(m.name for m in members)
                 yield f"{name} is {bare_name(module)}, which is not among the described mixers ({known})"
 
     def _is_constant(self, name: str) -> bool:
-        return any(_inside(name, part) for part in self.constant)
+        return any(inside(name, part) for part in self.constant)
 
 
-def _inside(name: str, part: str) -> bool:
-    return name == part or name.startswith(f"{part}.")
+@dataclass(frozen=True)
+class PointwiseBlock(RunAgain):
+    """``shortcut(x) + drop(scale · f(conv(pool(x))))`` on ``[B, C, H, W]``, where f is run again on kept rows.
+
+    ``pointwise`` names the modules of f, which treat rows one by one but for ``response``, a global response norm. They
+    work on ``[B, H, W, C]``, or on ``[B, C, H, W]`` if they have 1×1 convolutions.
+    """
+
+    called: ClassVar[tuple[str, ...]] = ("conv", "pool", "shortcut", "drop")
+
+    conv: str = "conv_dw"
+    pointwise: tuple[str, ...] = ("norm", "mlp")
+    response: str = "mlp.grn"
+    scale: str = "gamma"
+    drop: str = "drop_path"
+    pool: str = ""
+    shortcut: str = ""
+
+    def dim(self, block: nn.Module) -> int:
+        """Where rows are in the input of f."""
+        layers = (layer for name in self.pointwise for layer in find(block, name).modules())
+        return 2 if any(isinstance(layer, nn.Conv2d) for layer in layers) else 1
+
+    def problems(self, block: nn.Module) -> Iterator[str]:
+        yield from super().problems(block)
+        for name in (self.conv, *self.pointwise):
+            if not isinstance(find(block, name), nn.Module):
+                yield f"{name} is missing"
+        for name in self.pointwise:
+            yield from not_row_by_row(find(block, name), prefix=f"{name}.")
+
+
+@dataclass(frozen=True)
+class Patches(RunAgain):
+    """``conv(f(x))`` on ``[B, C, H, W]`` with stride ≥ kernel, run again on the patches of kept outputs."""
+
+    down: str = "1"
+
+    def problems(self, block: nn.Module) -> Iterator[str]:
+        yield from super().problems(block)
+        yield from not_row_by_row(block)
+
+
+def not_row_by_row(block: nn.Module | None, constant: tuple[str, ...] = (), prefix: str = "") -> Iterator[str]:
+    """What is random in a block or depends on other rows than those it is run on, outside of its constant parts."""
+    for name, module in () if block is None else block.named_modules():
+        found = f"{prefix}{name}".rstrip(".")
+        if dropout_rate(module) and not any(inside(name, part) for part in constant):
+            rate = f"{bare_name(module)}(p={dropout_rate(module)})"
+            yield f"{found} is {rate}, which is not supported (allowed: absent, Identity, Dropout with p=0)"
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            yield f"{found} is {bare_name(module)}, whose statistics would be those of kept rows"
 
 
 def bare_name(module: nn.Module) -> str:

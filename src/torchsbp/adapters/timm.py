@@ -1,12 +1,12 @@
-"""timm: the families of ViT, EVA, BEiT, ViT with relative positions, MLP-Mixer, and ConvNeXt."""
+"""timm: the families of ViT, EVA, BEiT, ViT with relative positions, MLP-Mixer, ConvNeXt, CoAtNet and MaxViT."""
 
 from dataclasses import replace
 
 from torch import Tensor, nn
 
 from .base import Adapter, Stage, early_stages
-from .parts import ConvBlock, Downsample, TransformerBlock
-from .residual import Mixer, Residual
+from .parts import ConvBlock, Downsample, TransformerBlock, qualified
+from .residual import Mixer, Patches, PointwiseBlock, Residual
 
 # Where timm keeps it, and where it was before.
 ATTENTION = ("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention")
@@ -26,6 +26,17 @@ def convnext_stages(model: nn.Module) -> list[Stage]:
     for i, stage in enumerate(model.stages):  # type: ignore[arg-type]
         blocks = tuple(f"stages.{i}.blocks.{j}" for j in range(len(stage.blocks)))
         stages.append(Stage(blocks, "" if isinstance(stage.downsample, nn.Identity) else f"stages.{i}.downsample"))
+    return stages
+
+
+def hybrid_stages(model: nn.Module) -> list[Stage]:
+    """The described blocks of every stage, also inside of others; its first block shrinks the grid."""
+    stages = []
+    for i, stage in enumerate(model.stages):  # type: ignore[arg-type]
+        modules = list(stage.named_modules())
+        blocks = tuple(f"stages.{i}.{name}" for name, module in modules if qualified(module) in HYBRID.blocks)
+        shortcut = next(name for name, _ in modules if name.endswith("shortcut"))
+        stages.append(Stage(blocks, f"stages.{i}.{shortcut}"))
     return stages
 
 
@@ -96,10 +107,45 @@ CONVNEXT = Adapter(
     entry="stem",
     stages=convnext_stages,
     blocks={
-        "timm.models.convnext.ConvNeXtBlock": ConvBlock(
-            idle=("shortcut", "mlp.drop1", "mlp.norm", "mlp.grn", "mlp.drop2"), classes={"mlp": MLP}
+        "timm.models.convnext.ConvNeXtBlock": (
+            ConvBlock(
+                shortcut="shortcut", idle=("mlp.drop1", "mlp.norm", "mlp.grn", "mlp.drop2"), classes={"mlp": MLP}
+            ),
+            PointwiseBlock(shortcut="shortcut"),
         )
     },
     recipe=early_stages,
-    downsample=Downsample(),
+    downsample=(Downsample(), Patches()),
+)
+
+WINDOWS = Residual(mixers=(Mixer("ls1", "norm1", whole=True),), constant=("attn.rel_pos",))
+
+HYBRID = Adapter(
+    name="timm CoAtNet and MaxViT",
+    model="timm.models.maxxvit.MaxxVit",
+    entry="stem",
+    stages=hybrid_stages,
+    blocks={
+        "timm.models.maxxvit.TransformerBlock2d": Residual(
+            mixers=(Mixer("attn", "norm1", dim=2, whole=True),),
+            constant=("attn.rel_pos",),
+            shortcut="shortcut",
+            dim=2,
+        ),
+        "timm.models.maxxvit.PartitionAttentionCl": WINDOWS,
+        "timm.models.maxxvit.PartitionAttention2d": replace(
+            WINDOWS, mixers=(Mixer("ls1", "norm1", dim=2, whole=True),), dim=2
+        ),
+        "timm.models.maxxvit.ParallelPartitionAttention": replace(
+            WINDOWS, constant=("attn_block.rel_pos", "attn_grid.rel_pos")
+        ),
+        "timm.models.maxxvit.ConvNeXtBlock": ConvBlock(
+            pool="down",
+            scale="ls.gamma",
+            shortcut="shortcut",
+            idle=("mlp.norm", "mlp.drop"),
+            classes={"mlp": ("timm.layers.mlp.ConvMlp",)},
+        ),
+    },
+    recipe=early_stages,
 )

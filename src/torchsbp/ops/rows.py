@@ -3,6 +3,8 @@
 ``rows`` is an index vector ``[B * k]``, sample after sample with the same count k in each, or ``None`` for all rows.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,23 @@ def put(base: Tensor, rows: Rows, values: Tensor) -> Tensor:
     if rows is None:
         return values.to(base.dtype).view(base.shape)
     return flat(base).index_copy(0, rows, values.to(base.dtype)).view(base.shape)
+
+
+def channels_last(x: Tensor, dim: int = 1) -> Tensor:
+    """x as ``[B, ..., C]``; ``dim`` says where its positions begin: 1 if it is that, 2 if it is ``[B, C, ...]``."""
+    return x if dim == 1 else x.movedim(1, -1)
+
+
+def count(x: Tensor, dim: int = 1) -> int:
+    """Positions per sample."""
+    return math.prod(x.shape[dim : dim + x.dim() - 2])
+
+
+def take_map(x: Tensor, rows: Tensor, dim: int = 1) -> Tensor:
+    """The given rows of x in its layout, of a map as one column: ``[B, k, C]``, ``[B, k, 1, C]``, ``[B, C, k, 1]``."""
+    last = channels_last(x, dim)
+    kept = take(last, rows).view(x.shape[0], -1, *[1] * (x.dim() - 3), last.shape[-1])
+    return kept if dim == 1 else kept.movedim(-1, 1)
 
 
 def per_sample(x: Tensor, factor: Tensor | None) -> Tensor:

@@ -1,0 +1,283 @@
+"""CoAtNet, MaxViT, and ConvNeXt of any norm: sampled on maps, by the library's own modules run again on kept rows."""
+
+import copy
+import pickle
+
+import pytest
+import timm
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+
+import torchsbp
+from torchsbp import SBPConfig
+
+from .counting import SavedBytes
+from .families import assert_gradients, entry_of, step
+from .hybrids import CONVNEXTS, MODELS, check_against_oracle, images, model_of
+
+LAYERS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "convolution"))
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.25])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_equal_the_oracle(name, ratio):
+    check_against_oracle(model_of(name), SBPConfig(keep_ratio=ratio), images())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recompute": False},
+        {"recompute": False, "scope": "block"},
+        {"scope": "block", "per_sample": True, "sampler": "random"},
+        {"blocks": 1.0, "keep_ratio": (0.25, 0.75), "recompute": 0.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_options_and_stochastic_depth_equal_the_oracle(name, options):
+    model = model_of(name, drop_path_rate=0.5)
+    check_against_oracle(model, SBPConfig(**{"keep_ratio": 0.5} | options), images())
+
+
+@pytest.mark.parametrize(
+    "name, size",
+    [("v2", (75, 101)), ("simple norm", (75, 101)), ("coatnet max pool", (72, 104)), ("coatnext", (96, 160))],
+)
+def test_odd_sizes_equal_the_oracle(name, size):
+    model = model_of(name) if name in CONVNEXTS else model_of(name, img_size=size)
+    check_against_oracle(model, SBPConfig(keep_ratio=0.5, blocks=1.0), images(size=size))
+
+
+@pytest.mark.parametrize("name", CONVNEXTS)
+def test_forward_is_bit_identical(name):
+    plain = model_of(name, drop_path_rate=0.5).float()
+    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5)
+    x = images().float()
+    assert torch.equal(step(model, x)[0], step(plain, x)[0])
+
+
+def test_recipe_samples_the_early_stages():
+    def sampled(name: str) -> list[str]:
+        with torch.device("meta"):
+            model = torchsbp.apply(timm.create_model(name))
+        return list(entry_of(model).sbp.masks.names)
+
+    assert sampled("coatnet_0_224") == [f"stages.2.blocks.{i}" for i in range(3)]
+    units = [f"stages.{s}.blocks.{i}.attn_{kind}" for s in range(3) for i in range(2) for kind in ("block", "grid")]
+    units += [f"stages.2.blocks.{i}.attn_{kind}" for i in (2, 3) for kind in ("block", "grid")]
+    assert sampled("maxvit_tiny_tf_224") == units[:15]
+    assert sampled("coatnext_nano_rw_224")[:2] == ["stages.0.blocks.0", "stages.0.blocks.1"]
+    assert "stages.0.blocks.0.conv" in sampled("maxxvit_rmlp_nano_rw_256")
+
+
+def test_locations_agree_across_stages_whose_first_block_shrinks():
+    model = torchsbp.apply(model_of("maxvit tf"), keep_ratio=0.5)
+    step(model, images(1))
+    kept = torchsbp.kept(model)
+    maps = {}
+    for stage, factor in enumerate((4, 2, 1)):
+        positions = kept[f"stages.{stage}.blocks.0.attn_grid"][0]
+        maps[factor] = torch.zeros(24 * factor**2, dtype=torch.bool).index_fill(0, positions, True)
+        maps[factor] = maps[factor].view(4 * factor, 6 * factor)
+    assert maps[1].sum() == 12
+    for factor, fine in maps.items():
+        assert torch.equal(fine, maps[1].repeat_interleave(factor, 0).repeat_interleave(factor, 1))
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("name, block, exact", [("coatnet", 0, "shortcut"), ("v2", 2, "conv_dw")])
+def test_scale_weight_is_the_inverse_ratio_inside_the_branches(name, block, exact, recompute):
+    options = {"keep_ratio": 0.25, "blocks": [block], "recompute": recompute}
+    model = torchsbp.apply(model_of(name), **options)
+    scaled = torchsbp.apply(model_of(name), scale="weight", **options)
+    (_, a), (_, b) = step(model, images()), step(scaled, images())
+    branch = [n for n in a if n.startswith("stages.2.blocks.0.") and exact not in n]
+    assert len(branch) > 5
+    for n in a:
+        factor = 4 if n in branch or n.startswith("stages.2.downsample") else 1
+        torch.testing.assert_close(b[n], factor * a[n], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("name", ["coatnet", "maxxvit v2", "v2", "simple norm"])
+def test_autocast_gradients_are_as_close_as_plain_ones(name, recompute):
+    plain = model_of(name).float()
+    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=1.0, recompute=recompute)
+    sampled = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5, recompute=recompute)
+    _, exact = step(copy.deepcopy(plain), images().float())
+    with torch.autocast("cpu", torch.bfloat16):
+        y, found = step(model, images().float())
+        sampled_y, sampled_found = step(sampled, images().float())
+        expected_y, expected = step(plain, images().float())
+    torch.testing.assert_close(y, expected_y, rtol=0, atol=1e-5 if name in CONVNEXTS else 2e-2)
+    torch.testing.assert_close(sampled_y, y, rtol=0, atol=0 if name in CONVNEXTS else 2e-2)
+    assert sampled_found.keys() == exact.keys()
+    assert all(g.dtype == torch.float32 and g.norm() > 0 for g in sampled_found.values())
+    error = sum((found[k] - exact[k]).square().sum() for k in exact).sqrt()
+    baseline = sum((expected[k] - exact[k]).square().sum() for k in exact).sqrt()
+    assert error <= 1.5 * baseline
+
+
+def saved(name: str, depth: int, blocks: list[str]) -> int:
+    model = torchsbp.apply(model_of(name, depths=(1, 1, depth, 1)), keep_ratio=0.5, blocks=blocks)
+    x = images()
+    with SavedBytes(model, x) as count:
+        model(x)
+    return count.total
+
+
+@pytest.mark.parametrize(
+    "name, blocks, numbers",
+    [
+        ("coatnet", ["stages.2.*"], 24 * 32),  # the input of the block
+        ("v2", ["stages.2.*"], 24 * 16 + 12 * 16 + 64),  # that of its convolution, kept rows of the output, a statistic
+        ("simple norm", ["stages.2.*"], 24 * 16 + 12 * 16),
+    ],
+)
+def test_one_more_block_saves_what_the_docs_say(name, blocks, numbers):
+    assert saved(name, 3, blocks) - saved(name, 2, blocks) == 8 * 2 * numbers
+
+
+@pytest.mark.parametrize("name", ["coatnet relative mlp", "maxxvit relative mlp", "v2", "simple norm"])
+def test_copies_train_their_own_weights(name):
+    model = torchsbp.apply(model_of(name, drop_path_rate=0.5), keep_ratio=0.5)
+    _, expected = step(model, images())
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torchsbp.set_step(twin, 0)
+        model.zero_grad()
+        _, found = step(twin, images())
+        assert all(p.grad is None for p in model.parameters())
+        assert all(torch.equal(found[key], g) for key, g in expected.items())
+
+
+@pytest.mark.parametrize("name", ["coatnet", "maxvit", "v2", "simple norm"])
+def test_eval_no_grad_and_remove_leave_the_model_as_it_was(name):
+    plain = model_of(name, drop_path_rate=0.5)
+    model = copy.deepcopy(plain)
+    classes, attributes = [type(m) for m in model.modules()], [set(m.__dict__) for m in model.modules()]
+    torchsbp.apply(model, keep_ratio=0.5)
+    x = images()
+    with torch.no_grad():
+        assert torch.equal(seeded(model, x), seeded(plain, x))
+    (y, gradients), (expected_y, expected) = step(model.eval(), x), step(plain.eval(), x)
+    assert torch.equal(y, expected_y)
+    assert all(torch.equal(gradients[key], g) for key, g in expected.items())
+    torchsbp.remove(model)
+    assert [type(m) for m in model.modules()] == classes
+    assert [set(m.__dict__) for m in model.modules()] == attributes
+
+
+def seeded(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(2)
+    return model(x)
+
+
+@pytest.mark.parametrize("name", ["coatnext", "maxxvit v2", "v2"])
+def test_checkpointing_repeats_the_same_masks(name):
+    model = torchsbp.apply(model_of(name, drop_path_rate=0.5), keep_ratio=0.5)
+    _, expected = step(model, images())
+    torchsbp.set_step(model, 0)
+    model.set_grad_checkpointing()
+    assert_gradients(step(model, images())[1], expected)
+
+
+def test_estimate_counts_what_is_saved():
+    config = SBPConfig(keep_ratio=0.5)
+    model = model_of("v2").float()
+    x = images().float()
+    found = torchsbp.estimate(model, x.shape, config, precision="float32", device="cpu")
+    torchsbp.apply(model, config=config)
+    with SavedBytes(model, x) as expected:
+        F.cross_entropy(model(x), torch.zeros(2, dtype=torch.long))
+    assert found.saved_bytes == expected.total
+
+
+@pytest.mark.parametrize("name", ["coatnet", "v2"])
+def test_compiled_forward_has_no_second_run(name):
+    """Full graph, new masks in every step, no recompilation; forward has no more layers than plain training."""
+    layers = []
+
+    def count(graph, inputs):
+        layers.append(sum(node.target in LAYERS for node in graph.graph.nodes))
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(
+        fw_compiler=count,
+        bw_compiler=lambda graph, inputs: make_boxed_func(graph),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    plain = model_of(name, drop_path_rate=0.5, depths=(1, 1, 1, 1))
+    check_compiled(copy.deepcopy(plain), backend, steps=1)
+    check_compiled(torchsbp.apply(plain, keep_ratio=0.5), backend, steps=2)
+    assert layers[0] == layers[1]
+
+
+def check_compiled(eager, backend, steps: int) -> None:
+    torch._dynamo.reset()
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for i in range(steps):
+            x = images() + i
+            y, expected = step(eager, x)
+            model.zero_grad()
+            found = seeded(compiled, x)
+            torch.testing.assert_close(found, y, rtol=1e-10, atol=1e-10)
+            (found * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y) + found.square()).sum().backward()
+            assert_gradients({n: p.grad for n, p in model.named_parameters()}, expected)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        (
+            "coatnet_bn_0_rw_224",
+            {},
+            r"stages.2.blocks.0: norm1.norm is BatchNorm2d, whose statistics would be those of",
+        ),
+        (
+            "coatnet_0_rw_224",
+            {"transformer_proj_drop": 0.1},
+            r"stages.2.blocks.0: mlp.drop is Dropout\(p=0.1\), which is",
+        ),
+        (
+            "maxvit_tiny_rw_224",
+            {"transformer_attn_drop": 0.1},
+            r"attn_block: attn.attn_drop is Dropout\(p=0.1\), which is",
+        ),
+        (
+            "coatnet_0_rw_224",
+            {"block_type": ("C",) * 4},
+            r"nothing to sample, none of the blocks is one of timm.models.max",
+        ),
+        (
+            "convnext_atto",
+            {"norm_layer": "batchnorm2d"},
+            r"stages.0.blocks.0: norm is BatchNorm2d, whose statistics would",
+        ),
+    ],
+)
+def test_what_cannot_run_again_is_refused_by_name(name, options, message):
+    with torch.device("meta"):
+        model = timm.create_model(name, **options)
+    with pytest.raises(ValueError, match=message):
+        torchsbp.apply(model)
+    assert not any(isinstance(m, torchsbp.sites.Site) for m in model.modules())
+
+
+def test_hooks_run_on_blocks_and_are_refused_inside():
+    model = model_of("v2")
+    calls = []
+    for module in (model.stages[0].blocks[0], model.stages[0].blocks[0].conv_dw):
+        module.register_forward_hook(lambda *args: calls.append(1))
+    handle = model.stages[0].blocks[0].mlp.grn.register_forward_hook(lambda *args: None)
+    with pytest.raises(ValueError, match=r"stages.0.blocks.0: mlp.grn has hooks, which would run twice in training"):
+        torchsbp.apply(model)
+    handle.remove()
+    step(torchsbp.apply(model), images())
+    assert len(calls) == 2
