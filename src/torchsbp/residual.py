@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from .adapters.mixers import answer_of
-from .adapters.residual import DROP_PATHS, Mixer, Residual, bare_name
+from .adapters.residual import Mixer, Residual, is_drop_path
 from .ops import rows as R
 from .ops.layers import autocast_dtype
 from .ops.rerun import casts_anew, graft, inner, rerun
@@ -101,7 +101,7 @@ class DrawSite(Site):
         if run.again:
             left = run.draws[name]
             return x * (left[0] if len(left) == 1 else left.pop(0))
-        shape = (x.shape[0], *[1] * (x.dim() - 1)) if bare_name(self) in DROP_PATHS else x.shape
+        shape = (x.shape[0], *[1] * (x.dim() - 1)) if is_drop_path(self) else x.shape
         factor = super().forward(torch.ones(shape, dtype=x.dtype, device=x.device))
         run.draws.setdefault(name, []).append(factor)
         return x * factor
@@ -114,7 +114,7 @@ class ResidualSite(SampledSite):
 
     def run(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         b: ResidualBinding = self.sbp
-        batch, n = x.shape[:2]
+        batch, n = x.shape[0], x.shape[1:-1].numel()
         rows = b.kept(batch, n).rows
         how = b.how(rows, batch, n)
         if rows is None and not how.recompute:
@@ -130,14 +130,17 @@ class ResidualSite(SampledSite):
             return rerun(again, y, x, rows, tensors, how)
         x_inner = inner(x, how)
         with b.running(Run(x_inner, draws, True, rows, shared)):
-            # A part that draws twice counts its calls, which a checkpointed region of a compiled graph must not.
-            if how.recompute and all(len(drawn) == 1 for drawn in draws.values()):
+            if how.recompute and self.repeatable(draws):
                 kept = checkpoint(
                     self.own, x_inner, rows, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
                 )
             else:
                 kept = self.own(x_inner, rows, *args, **kwargs)
         return graft(y, kept, x, rows, how)
+
+    def repeatable(self, draws: Draws) -> bool:
+        """A part that draws twice counts its calls, which a checkpointed region of a compiled graph must not."""
+        return all(len(drawn) == 1 for drawn in draws.values())
 
     def own(self, x: Tensor, rows: R.Rows, *args: Any, **kwargs: Any) -> Tensor:
         """The block's own forward, ``[B, k, C]`` for kept rows."""

@@ -2,16 +2,18 @@
 
 from torch import nn
 
-from . import timm, torchvision
+from . import swin, timm, torchvision
 from .base import Adapter
 from .parts import qualified
 from .residual import Mixer, Residual
+from .windows import Windowed
 
-__all__ = ["ADAPTERS", "Adapter", "Mixer", "Residual", "match", "register", "registered"]
+__all__ = ["ADAPTERS", "Adapter", "Mixer", "Residual", "Windowed", "match", "register", "registered"]
 
 ADAPTERS: list[Adapter] = [
     *(timm.VIT, timm.EVA, timm.BEIT, timm.RELATIVE_VIT, timm.MIXER, timm.CONVNEXT),
     *(torchvision.VIT, torchvision.CONVNEXT),
+    *swin.ADAPTERS,
 ]
 
 

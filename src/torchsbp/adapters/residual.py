@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .parts import Parts, find, qualified
 
-DROP_PATHS = ("DropPath", "StochasticDepth")  # by the bare name of the class: most libraries have their own
+DROP_PATHS = ("DropPath", "StochasticDepth")  # what the names of its classes end with: most libraries have their own
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Residual(Parts):
     def draws(self, block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Parts whose randomness is drawn once for both runs: stochastic depth, dropout that does not see rows."""
         for name, module in block.named_modules():
-            if bare_name(module) in DROP_PATHS or (dropout_rate(module) and self._is_constant(name)):
+            if is_drop_path(module) or (dropout_rate(module) and self._is_constant(name)):
                 yield name, module
 
     def problems(self, block: nn.Module) -> Iterator[str]:
@@ -93,6 +93,11 @@ def _inside(name: str, part: str) -> bool:
 def bare_name(module: nn.Module) -> str:
     """The name of its own class, without where that is from."""
     return qualified(module).rpartition(".")[2]
+
+
+def is_drop_path(module: nn.Module) -> bool:
+    """Stochastic depth, of any library."""
+    return bare_name(module).endswith(DROP_PATHS)
 
 
 def dropout_rate(module: nn.Module) -> float:
