@@ -1,17 +1,22 @@
 """The kept rows of one backbone in the current training forward: drawn once, read by every sampled module."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import samplers
+from . import partitions, samplers
 from .config import SBPConfig
 from .ops.rows import places
+from .ops.windows import Windows
+from .partitions import Partition
 
 Grid = tuple[int, ...]
+Site = tuple[int, float, Partition | None]
+"""What decides which rows are kept: stage, ratio, windows."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +44,23 @@ class Masks:
     """One mask per training forward for all layers of a backbone, drawn on the coarsest grid that is sampled.
 
     ``shrinks`` has what every stage does to the grid at first. Sites are the sampled modules, in order: their names,
-    stages and numbers of heads (0 where heads are not sampled), and their ratios, None while a schedule has not been
-    told the step. The step counter is a buffer of the entry module, so that it follows the model to its device.
+    stages, numbers of heads (0 where heads are not sampled), how they cut their grids into windows (None: not at all),
+    and their ratios, None while a schedule has not been told the step. The step counter is a buffer of the entry
+    module, so that it follows the model to its device.
     """
 
     def __init__(
         self,
         config: SBPConfig,
         prefix: int,
-        shrinks: tuple[tuple[Shrink, ...], ...],
+        shrinks: tuple[tuple[Callable[[Grid], Grid], ...], ...],
         names: tuple[str, ...],
         stages: tuple[int, ...],
         heads: tuple[int, ...],
+        cuts: tuple[Callable[[Grid], Partition] | None, ...],
     ) -> None:
         self.config, self.prefix, self.shrinks = config, prefix, shrinks
-        self.names, self.stages, self.heads = names, stages, heads
+        self.names, self.stages, self.heads, self.cuts = names, stages, heads, cuts
         self.ratios: tuple[float, ...] | None = None
         self.batch = 0
         self.grids: tuple[Grid, ...] | None = None
@@ -61,6 +68,7 @@ class Masks:
         self.rows: tuple[Tensor | None, ...] | None = None
         self.places: tuple[Tensor | None, ...] | None = None
         self.kept_heads: tuple[Tensor | None, ...] | None = None
+        self.windows: tuple[Windows | None, ...] | None = None
 
     def begin(self, batch: int, grid: Grid, step: Tensor) -> None:
         """A new forward has begun with this first grid. Masks are drawn now, or under no_grad when first needed."""
@@ -96,29 +104,44 @@ class Masks:
                 f"the sampler must give an int64 order of shape {(samples, math.prod(coarse))}, all positions of the "
                 f"grid {coarse} for each sample; it gave {order.dtype} of shape {tuple(order.shape)}"
             )
-        drawn: dict[tuple[int, float], Tensor | None] = {}
-        for stage, ratio in zip(self.stages, self.ratios, strict=True):
-            if (stage, ratio) not in drawn:
-                drawn[stage, ratio] = None if ratio == 1 else self._rows(order, coarse, stage, ratio)
-        self.rows = tuple(drawn[site] for site in zip(self.stages, self.ratios, strict=True))
-        inverse = {site: self._places(rows, site[0]) for site, rows in drawn.items()}
-        self.places = tuple(inverse[site] for site in zip(self.stages, self.ratios, strict=True))
+        cuts = [cut and cut(self.grids[stage]) for stage, cut in zip(self.stages, self.cuts, strict=True)]
+        sites = tuple(zip(self.stages, self.ratios, cuts, strict=True))
+        drawn: dict[Site, tuple[Tensor | None, Windows | None]] = {}
+        for site in sites:
+            if site not in drawn:
+                drawn[site] = self._rows(order, key, coarse, *site)
+        self.rows = tuple(drawn[site][0] for site in sites)
+        self.windows = tuple(drawn[site][1] for site in sites)
+        inverse = {site: self._places(rows, site[0]) for site, (rows, _) in drawn.items()}
+        self.places = tuple(inverse[site] for site in sites)
         self.kept_heads = tuple(
             self._heads(heads, ratio, key) for heads, ratio in zip(self.heads, self.ratios, strict=True)
         )
         step.add_(1)
         self.pending = None
 
-    def _rows(self, order: Tensor, coarse: Grid, stage: int, ratio: float) -> Tensor:
+    def _rows(
+        self, order: Tensor, key: Tensor, coarse: Grid, stage: int, ratio: float, partition: Partition | None
+    ) -> tuple[Tensor | None, Windows | None]:
         assert self.grids is not None
+        assert self.ratios is not None
+        if ratio == 1:
+            return None, None
         fine = self.grids[stage]
-        k = samplers.enlarged_count(samplers.count(self.config.sampler, coarse, ratio), coarse, fine)
-        positions = self.prefix + samplers.keep(samplers.enlarge(order, coarse, fine), k)
+        order, windows = samplers.enlarge(order, coarse, fine), None
+        sampler = self.config.sampler
+        counts = {r: samplers.enlarged_count(samplers.count(sampler, coarse, r), coarse, fine) for r in self.ratios}
+        if partition is None:
+            positions = samplers.keep(order, counts[ratio])
+        else:  # windows have a few positions more or less to keep than the order says: these differ from step to step
+            order = samplers.shuffle(order, tuple(counts.values()), key)
+            positions, windows = partitions.keep(order, partition, ratio)
+        positions = self.prefix + positions
         if self.prefix:
             always = torch.arange(self.prefix, device=order.device).expand(positions.shape[0], -1)
             positions = torch.cat([always, positions], 1)
         first = torch.arange(self.batch, device=order.device) * self.positions(stage)
-        return (first[:, None] + positions).flatten()
+        return (first[:, None] + positions).flatten(), windows
 
     def _places(self, rows: Tensor | None, stage: int) -> Tensor | None:
         """The inverse of the rows, which the kernels of a GPU read: made once for all sites."""
@@ -140,8 +163,7 @@ class Masks:
 
     def rows_of(self, site: int, batch: int, positions: int) -> "Kept":
         """What a site keeps whose input has that many samples and rows per sample."""
-        if self.rows is None or self.pending is not None:
-            self.draw()
+        self._drawn()
         assert self.rows is not None
         assert self.places is not None
         assert self.kept_heads is not None
@@ -156,6 +178,16 @@ class Masks:
                 "grid: switch that off."
             )
         return Kept(self.rows[site], self.places[site], self.kept_heads[site])
+
+    def windows_of(self, site: int) -> Windows | None:
+        """Where the rows of a site are in the windows of its attention; None if it has none or keeps everything."""
+        self._drawn()
+        assert self.windows is not None
+        return self.windows[site]
+
+    def _drawn(self) -> None:
+        if self.rows is None or self.pending is not None:
+            self.draw()
 
 
 def _rank() -> int:

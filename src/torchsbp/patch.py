@@ -1,8 +1,9 @@
 """apply, remove, kept, set_step: patch a model in place and undo it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from numbers import Integral
 from typing import Any, TypeVar
 
@@ -14,8 +15,9 @@ from .adapters import ADAPTERS, match
 from .adapters.base import Adapter, Stage, class_name, fitting
 from .adapters.parts import ConvBlock, Downsample, DownsampleList, Parts, TransformerBlock, find, qualified
 from .adapters.residual import Patches, PointwiseBlock, Residual
+from .adapters.windows import Windowed
 from .config import KeepRatio, SBPConfig, configured
-from .masks import Masks, Shrink
+from .masks import Grid, Masks, Shrink
 from .pointwise import PatchSite, PointwiseSite, ResponseSite
 from .residual import DrawSite, Inside, MixerSite, ResidualSite, ShortcutSite, SourceSite
 from .sites import (
@@ -31,6 +33,7 @@ from .sites import (
     bind,
     unbind,
 )
+from .windowed import LastSite, WindowSite
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -42,6 +45,7 @@ SITES: dict[type[Parts], type[SampledSite]] = {
     Residual: ResidualSite,
     PointwiseBlock: PointwiseSite,
     Patches: PatchSite,
+    Windowed: WindowSite,
 }
 Bound = tuple[nn.Module, type[Site], Any]
 
@@ -113,7 +117,8 @@ def kept(model: nn.Module) -> dict[str, Tensor]:
         for name, stage, rows in zip(masks.names, masks.stages, masks.rows, strict=True):
             n = masks.positions(stage)
             everything = torch.arange(masks.batch * n, device=entry.get_buffer(STEP).device)
-            result[prefix + name] = (everything if rows is None else rows).view(masks.batch, -1) % n
+            positions = (everything if rows is None else rows).view(masks.batch, -1) % n
+            result[prefix + name] = positions.sort(dim=1).values  # rows of windows come window after window
     if not result:
         raise ValueError("the model is not patched: call torchsbp.apply(model) first")
     return result
@@ -250,6 +255,7 @@ def plan(name: str, model: nn.Module, adapter: Adapter, config: SBPConfig) -> li
         tuple(place.name for place in sampled),
         tuple(place.stage for place in sampled),
         tuple(sampled_heads(place, config) for place in sampled),
+        tuple(partial(p.parts.partition, p.module) if isinstance(p.parts, Windowed) else None for p in sampled),
     )
     depths = tuple(place.depth for place in sampled if place.depth is not None)
     if isinstance(config.keep_ratio, schedules.Milestones):
@@ -286,6 +292,9 @@ def bindings_of(place: Place, masks: Masks, site: int | None, recompute: bool) -
         shortcut = parts.path(block)
         if shortcut is not None:
             yield shortcut, ShortcutSite, Inside(block, parts.shortcut)
+    last = find(block, parts.last) if isinstance(parts, Windowed) else None
+    if last is not None and not isinstance(last, nn.Identity):
+        yield last, LastSite, Inside(block, last)
 
 
 def ratios_of(config: SBPConfig, depths: tuple[int, ...], step: int) -> tuple[float, ...]:
@@ -297,8 +306,10 @@ def ratios_of(config: SBPConfig, depths: tuple[int, ...], step: int) -> tuple[fl
     return tuple(over_depth[depth] for depth in depths)
 
 
-def shrinks(model: nn.Module, stage: Stage) -> tuple[Shrink, ...]:
-    """What the layer into a stage does to the grid: its convolutions and pools, one after the other."""
+def shrinks(model: nn.Module, stage: Stage) -> tuple[Callable[[Grid], Grid], ...]:
+    """What the layer into a stage does to the grid; if that is not said, what its convolutions and pools do."""
+    if stage.shrink is not None:
+        return (stage.shrink,)
     layer = find(model, stage.downsample)
     kinds = (nn.Conv2d, nn.AvgPool2d, nn.MaxPool2d)
     return () if layer is None else tuple(shrink(m) for m in layer.modules() if isinstance(m, kinds))

@@ -162,12 +162,15 @@ class RerunSite(SampledSite):
             return rerun(again, y, seen, residual, rows, tensors, how, dim)
         seen = inner(seen, how)
         with b.running(Run(seen, first.where, draws, True, rows)):
-            # A part that draws twice counts its calls, which a checkpointed region of a compiled graph must not.
-            if how.recompute and all(len(drawn) == 1 for drawn in draws.values()):
+            if how.recompute and self.repeatable(draws):
                 kept = checkpoint(self.own, seen, rows, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
             else:
                 kept = self.own(seen, rows, *args, **kwargs)
         return graft(y, kept, residual, rows, how, dim)
+
+    def repeatable(self, draws: Draws) -> bool:
+        """A part that draws twice counts its calls, which a checkpointed region of a compiled graph must not."""
+        return all(len(drawn) == 1 for drawn in draws.values())
 
     def own(self, x: Tensor, rows: R.Rows, *args: Any, **kwargs: Any) -> Tensor:
         """What the module's own parts give: in its own layout for all rows, ``[B, k, C]`` for kept ones."""

@@ -67,6 +67,13 @@ def enlarged_count(k: int, coarse: Shape, fine: Shape) -> int:
     return round(index(k * math.prod(fine)) / index(math.prod(coarse)))
 
 
+def shuffle(order: Tensor, counts: Sequence[int], key: Tensor) -> Tensor:
+    """The order at random between these counts: for each k of them, the first k positions stay the same."""
+    n = order.shape[1]
+    stretch = sum((torch.arange(n, device=order.device) >= k).long() for k in counts)
+    return order.gather(1, ((stretch << 32) + _fold(key[:, None], order)).argsort(dim=1))
+
+
 def _count(shape: Shape, ratio: float) -> int:
     n = math.prod(shape)
     k = index(round(ratio * n))  # `index`: a constant under `torch.compile`, also after the ratio has changed

@@ -2,17 +2,19 @@
 
 from torch import nn
 
-from . import timm, torchvision, transformers
+from . import swin, timm, torchvision, transformers
 from .base import Adapter
 from .parts import qualified
 from .residual import Mixer, Residual
+from .windows import Windowed
 
-__all__ = ["ADAPTERS", "Adapter", "Mixer", "Residual", "match", "register", "registered"]
+__all__ = ["ADAPTERS", "Adapter", "Mixer", "Residual", "Windowed", "match", "register", "registered"]
 
 ADAPTERS: list[Adapter] = [
     *(timm.VIT, timm.EVA, timm.BEIT, timm.RELATIVE_VIT, timm.MIXER, timm.CONVNEXT, timm.HYBRID),
     *(torchvision.VIT, torchvision.CONVNEXT),
     *transformers.ADAPTERS,
+    *swin.ADAPTERS,
 ]
 
 

@@ -11,10 +11,14 @@ from .parts import Parts, find, qualified
 
 @dataclass(frozen=True)
 class Stage:
-    """Blocks of one resolution, as dotted names in the model, and the layer that leads into them."""
+    """Blocks of one resolution, as dotted names in the model, and the layer that leads into them.
+
+    ``shrink``: the grid before that layer -> the one behind it; None: read from its last convolution.
+    """
 
     blocks: tuple[str, ...]
     downsample: str = ""
+    shrink: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None
 
 
 def output_grid(entry: nn.Module, x: Tensor, y: Tensor) -> tuple[int, ...]:
@@ -91,7 +95,8 @@ def class_name(cls: str | type) -> str:
 
 
 def early_stages(depths: list[int], fraction: float | None = None) -> list[range]:
-    """As the papers sample a ConvNeXt: stages 1 and 2, the first 6 of 9 or 21 of 27 blocks of stage 3, none of stage 4.
+    """As the papers sample a ConvNeXt: stages 1 and 2, the first 6 of 9 or 21 of 27 blocks of stage 3, none of stage 4;
+    and a Video Swin, where that is 4 of 6.
 
     A third stage of another depth is sampled in the proportion of the nearer of the two. ``fraction`` counts all blocks
     from the first.

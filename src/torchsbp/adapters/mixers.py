@@ -101,14 +101,17 @@ ANSWERS: dict[str, Answer] = {
 }
 
 
-def projections(m: Any, x: Tensor, everything: Tensor, pairs: bool = False) -> tuple[Any, Any, Tensor]:
+def projections(
+    m: Any, x: Tensor, everything: Tensor, pairs: bool = False, bias: Tensor | None = None
+) -> tuple[Any, Any, Tensor]:
     """Queries ``[B, H, k, D]`` of kept rows, keys and values ``[B, H, N, D]`` of all rows; queries and keys of every
-    head as two halves if they are pairs."""
+    head as two halves if they are pairs. ``bias``: another than the module's."""
     if m.qkv is None:
         q, k, v = m.q_proj(x), m.k_proj(everything), m.v_proj(everything)
     else:
-        separate = getattr(m, "q_bias", None) is not None
-        bias = torch.cat((m.q_bias, m.k_bias, m.v_bias)) if separate else m.qkv.bias
+        if bias is None:
+            separate = getattr(m, "q_bias", None) is not None
+            bias = torch.cat((m.q_bias, m.k_bias, m.v_bias)) if separate else m.qkv.bias
         width = m.qkv.out_features // 3
         q = F.linear(x, m.qkv.weight[:width], None if bias is None else bias[:width])
         k, v = F.linear(everything, m.qkv.weight[width:], None if bias is None else bias[width:]).chunk(2, -1)
@@ -118,13 +121,14 @@ def projections(m: Any, x: Tensor, everything: Tensor, pairs: bool = False) -> t
     return getattr(m, "q_norm", same)(q), getattr(m, "k_norm", same)(k), v
 
 
-def attend(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *biases: Tensor) -> Tensor:
-    """Softmax attention, then the module's own layers."""
+def attend(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *biases: Tensor, scale: float | None = None) -> Tensor:
+    """Softmax attention, then the module's own layers. ``scale``: another than the module's."""
     groups = m.num_heads // kv_heads(m)
     if groups > 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     bias = sum(biases[1:], biases[0]) if biases else None
-    return output(m, x, F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=m.scale))
+    scale = getattr(m, "scale", None) if scale is None else scale
+    return output(m, x, F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale))
 
 
 def output(m: Any, x: Tensor, o: Tensor) -> Tensor:

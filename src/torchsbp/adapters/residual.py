@@ -164,6 +164,7 @@ def bare_name(module: nn.Module) -> str:
 
 
 def is_drop_path(module: nn.Module) -> bool:
+    """Stochastic depth, of any library."""
     return bare_name(module).endswith(DROP_PATHS)
 
 

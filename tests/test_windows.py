@@ -1,0 +1,322 @@
+"""Attention in windows: forward exact, gradients equal the gated library model, bias tables and scales included."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+import transformers
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+
+import torchsbp
+from torchsbp import SBPConfig
+from torchsbp.sites import Site
+
+from .counting import SavedBytes
+from .families import assert_gradients, step
+from .windows import FAMILIES, check_against_oracle
+
+SMALL = ["timm", "timm CR, padded, norms", "torchvision v2, padded", "video, padded", "transformers"]
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.5, 0.25])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_equal_the_oracle(name, ratio):
+    family = FAMILIES[name]
+    model = family.model()
+    check_against_oracle(family, model, SBPConfig(keep_ratio=ratio), family.images())
+    learned = [n for n, _ in model.named_parameters() if any(part in n for part in ("bias_table", "mlp", "logit"))]
+    assert all(model.get_parameter(n).grad.norm() > 0 for n in learned)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scope": "block"},
+        {"recompute": False, "per_sample": True, "sampler": "random"},
+        {"blocks": 1.0, "keep_ratio": (0.25, 0.75), "recompute": 0.5, "per_sample": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_options_and_stochastic_depth_equal_the_oracle(name, options):
+    family = FAMILIES[name]
+    model = family.model(drop_path_rate=0.5)
+    check_against_oracle(family, model, SBPConfig(**{"keep_ratio": 0.5} | options), family.images())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_forward_is_bit_identical(name):
+    plain = FAMILIES[name].model()
+    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5)
+    x = FAMILIES[name].images()
+    difference = (step(model, x)[0] - step(plain, x)[0]).abs().max()
+    # transformers' attention is another kernel of PyTorch where it need not differentiate the bias.
+    assert difference < 1e-12 if name.startswith("transformers") else difference == 0
+
+
+def test_kept_positions_are_equally_many_in_every_window():
+    model = torchsbp.apply(FAMILIES["timm"].model(), keep_ratio=0.25)
+    model(FAMILIES["timm"].images())
+    for i, grid in enumerate((16, 8)):
+        for j, shift in enumerate((0, 2)):
+            kept = torchsbp.kept(model)[f"layers.{i}.blocks.{j}"]
+            mask = torch.zeros(2, grid**2).scatter(1, kept, 1).view(2, grid, grid).roll((-shift, -shift), (1, 2))
+            assert (mask.unflatten(1, (-1, 4)).unflatten(3, (-1, 4)).sum((2, 4)) == 4).all()
+
+
+def test_masks_of_stages_and_shifts_are_one_mask():
+    """Windows of 4×4 are whole cells of the last stage's grid, so no position is marginal."""
+    model = torchsbp.apply(FAMILIES["timm"].model(), keep_ratio=0.5)
+    for _ in range(3):
+        model(FAMILIES["timm"].images())
+        fine, shifted, coarse, _ = (
+            torch.zeros(2, n**2).scatter(1, kept, 1).view(2, 1, n, n)
+            for n, kept in zip((16, 16, 8, 8), torchsbp.kept(model).values(), strict=True)
+        )
+        assert torch.equal(fine, shifted)
+        assert torch.equal(fine, F.interpolate(coarse, scale_factor=2))
+
+
+def test_video_recipe_and_whole_frames():
+    family = FAMILIES["video"]
+    model = family.model(depths=(2, 2, 6, 2), num_heads=(1, 1, 2, 2), window_size=[4, 4, 4])
+    torchsbp.apply(model, keep_ratio=0.25, sampler="frames_jitter")
+    model(family.images())
+    kept = torchsbp.kept(model)
+    assert list(kept) == [f"features.{i}.{j}" for i, depth in ((0, 2), (2, 2), (4, 4)) for j in range(depth)]
+    frames = kept["features.0.0"].view(2, -1, 64) // 64
+    assert (frames == frames[:, :, :1]).all()
+    assert frames.shape[1] == 1
+
+
+@pytest.mark.parametrize("name", ["timm, padded", "torchvision v2, padded", "video, padded", "transformers, padded"])
+def test_image_sizes_may_change(name):
+    family = FAMILIES[name]
+    model = torchsbp.apply(family.model(), keep_ratio=0.5)
+    for more in (0, 8):
+        torchsbp.set_step(model, 0)
+        size = (*family.size[:-1], family.size[-1] + more)
+        x = torch.randn(2, 3, *size, dtype=torch.float64)
+        _, found = step(model, x)
+        fresh = family.model()
+        check_against_oracle(family, fresh, SBPConfig(keep_ratio=0.5), x)
+        assert_gradients(found, {n: p.grad for n, p in fresh.named_parameters()})
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_scale_weight_is_the_inverse_ratio(recompute):
+    family = FAMILIES["timm"]
+    options = {"keep_ratio": 0.25, "blocks": [1], "recompute": recompute}
+    model, scaled = (torchsbp.apply(family.model(), scale=scale, **options) for scale in ("none", "weight"))
+    (_, a), (_, b) = step(model, family.images()), step(scaled, family.images())
+    for name in a:
+        factor = 4 if name.startswith("layers.0.blocks.1.") else 1
+        torch.testing.assert_close(b[name], factor * a[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("name", SMALL)
+def test_autocast_forward_equals_plain_and_gradients_are_as_close(name, recompute):
+    family = FAMILIES[name]
+    plain = family.model().float()
+    if name.startswith("timm CR"):  # its own dropout would hide what is compared
+        for block in [b for stage in plain.stages for b in stage.blocks]:
+            block.attn.meta_mlp.drop1.p = 0.0
+    # 0.999 of a window is the whole window, run on kept rows like any other part of it.
+    model, sampled = (torchsbp.apply(copy.deepcopy(plain), keep_ratio=r, recompute=recompute) for r in (0.999, 0.5))
+    x = family.images().float()
+    _, exact = step(plain, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, found = step(model, x)
+        sampled_y, sampled_found = step(sampled, x)
+        expected_y, expected = step(plain, x)
+    torch.testing.assert_close(y, expected_y, rtol=0, atol=1e-2 if name == "transformers" else 1e-5)
+    assert torch.equal(sampled_y, y)
+    assert all(g.dtype == torch.float32 and g.norm() > 0 for g in sampled_found.values())
+    error = sum((found[k] - exact[k]).square().sum() for k in exact).sqrt()
+    baseline = sum((expected[k] - exact[k]).square().sum() for k in exact).sqrt()
+    assert error <= 1.5 * baseline
+
+
+def saved(model: nn.Module, x: torch.Tensor) -> int:
+    with SavedBytes(model, x) as count:
+        model(x)
+    return count.total
+
+
+@pytest.mark.parametrize("name", ["timm", "timm v2", "torchvision"])
+def test_a_recomputed_block_saves_its_input_alone(name):
+    """Two more blocks, with and without shift: B N C numbers more for each, whether they are sampled or not."""
+    family = FAMILIES[name]
+    for blocks in ([0, 1], [0, 1, 2, 3]):
+        short = torchsbp.apply(family.model(depths=(2, 2)), keep_ratio=0.5, blocks=[0, 1])
+        long = torchsbp.apply(family.model(depths=(4, 2)), keep_ratio=0.5, blocks=blocks)
+        more = 2 * 2 * 2 if name == "torchvision" else 0  # stochastic depth's factors, also where p = 0
+        assert (saved(long, family.images()) - saved(short, family.images())) // 8 == 2 * 2 * 256 * 12 + more
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("name", SMALL)
+def test_copies_train_their_own_weights(name, how):
+    x = FAMILIES[name].images()
+    model = torchsbp.apply(FAMILIES[name].model(drop_path_rate=0.5), keep_ratio=0.5)
+    _, expected = step(model, x)
+    torchsbp.set_step(model, 0)
+    twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    model.zero_grad()
+    _, found = step(twin, x)
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(found[key], g) for key, g in expected.items())
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_eval_no_grad_and_remove_leave_the_model_as_it_was(name):
+    x = FAMILIES[name].images()
+    plain = FAMILIES[name].model(drop_path_rate=0.5)
+    model = copy.deepcopy(plain)
+    classes, attributes = [type(m) for m in model.modules()], [set(m.__dict__) for m in model.modules()]
+    keys = list(model.state_dict())
+    torchsbp.apply(model, keep_ratio=0.5)
+    assert list(model.state_dict()) == keys
+    step(model, x)
+    with torch.no_grad():
+        torch.manual_seed(2)
+        y = model(x)
+        torch.manual_seed(2)
+        assert torch.equal(y, plain(x))
+    (y, gradients), (expected_y, expected) = step(model.eval(), x), step(plain.eval(), x)
+    assert torch.equal(y, expected_y)
+    assert all(torch.equal(gradients[key], g) for key, g in expected.items())
+    torchsbp.remove(model)
+    assert [type(m) for m in model.modules()] == classes
+    assert [set(m.__dict__) for m in model.modules()] == attributes
+
+
+@pytest.mark.parametrize("name", ["timm", "timm CR, padded, norms"])
+def test_checkpointing_repeats_the_same_masks(name):
+    model = torchsbp.apply(FAMILIES[name].model(drop_path_rate=0.5), keep_ratio=0.5)
+    x = FAMILIES[name].images()
+    _, expected = step(model, x)
+    torchsbp.set_step(model, 0)
+    model.set_grad_checkpointing()
+    assert_gradients(step(model, x)[1], expected)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_frozen_parts_get_nothing_and_leave_the_rest_as_it_is(name):
+    x = FAMILIES[name].images()
+    model = torchsbp.apply(FAMILIES[name].model(drop_path_rate=0.5), keep_ratio=0.5)
+    _, everything = step(model, x)
+    torchsbp.set_step(model, 0)
+    for i, p in enumerate(model.parameters()):
+        p.requires_grad_(i % 3 == 1)
+    _, found = step(model, x)
+    assert 0 < len(found) < len(everything)
+    assert_gradients(found, {key: everything[key] for key in found})
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_estimate_counts_what_is_saved(recompute):
+    config = SBPConfig(keep_ratio=0.5, recompute=recompute)
+    model = FAMILIES["timm, padded"].model().float()
+    x = FAMILIES["timm, padded"].images().float()
+    found = torchsbp.estimate(model, x.shape, config, precision="float32", device="cpu")
+    torchsbp.apply(model, config=config)
+    with SavedBytes(model, x) as expected:
+        F.cross_entropy(model(x), torch.zeros(2, dtype=torch.long))
+    assert found.saved_bytes == expected.total
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("timm", {"proj_drop_rate": 0.1}, r"attn.proj_drop is Dropout\(p=0.1\), which is not supported"),
+        ("timm v2", {"attn_drop_rate": 0.1}, r"attn.attn_drop is Dropout\(p=0.1\), which is not supported"),
+        ("torchvision", {"attention_dropout": 0.1}, r"attn.attention_dropout is 0.1, which is not supported"),
+        ("video", {"dropout": 0.1}, r"attn.dropout is 0.1, which is not supported"),
+        ("transformers", {"attention_probs_dropout_prob": 0.1}, r"attention.attention_dropout is 0.1, which is not"),
+        ("transformers v2", {"hidden_dropout_prob": 0.1}, r"output.dropout is Dropout\(p=0.1\), which is not"),
+    ],
+)
+def test_dropout_is_refused_by_name(name, options, message):
+    model = FAMILIES[name].model(**options)
+    with pytest.raises(ValueError, match=message):
+        torchsbp.apply(model)
+    assert not any(isinstance(m, Site) for m in model.modules())
+
+
+@pytest.mark.parametrize("rule", ["qkv", "head"])
+def test_rules_that_windows_do_not_have(rule):
+    message = rf"layers.0.blocks.0: attention='{rule}' is not allowed here; allowed: 'query'"
+    with pytest.raises(ValueError, match=message):
+        torchsbp.apply(FAMILIES["timm"].model(), attention=rule)
+
+
+def test_another_attention_is_refused_by_name():
+    model = FAMILIES["timm"].model()
+    model.layers[0].blocks[1].attn = nn.Identity()
+    with pytest.raises(ValueError, match=r"layers.0.blocks.1: attn is torch.nn.*Identity; supported: timm.*Attention"):
+        torchsbp.apply(model)
+
+
+def test_transformers_backbone_and_windows_it_does_not_adapt():
+    sizes = {"image_size": 32, "patch_size": 4, "window_size": 4, "embed_dim": 12, "out_features": ["stage1", "stage2"]}
+    config = transformers.SwinConfig(depths=[2, 2], num_heads=[2, 3], **sizes)
+    model = torchsbp.apply(transformers.SwinBackbone(config).train(), blocks=[0, 1])
+    x = torch.randn(2, 3, 32, 32)
+    sum(y.square().sum() for y in model(x).feature_maps).backward()
+    assert all(positions.shape == (2, 32) for positions in torchsbp.kept(model).values())
+    torchsbp.apply(torchsbp.remove(model), blocks=1.0)
+    with pytest.raises(ValueError, match=r"called with always_partition=True for a grid \(4, 4\) no larger than"):
+        model(x)
+
+
+MATRIX_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+
+
+def test_compiled_forward_has_no_second_run():
+    """Full graph, new masks in every step, no recompilation; forward has no more products than plain training."""
+    products = []
+
+    def count(graph, inputs):
+        products.append(sum(node.target in MATRIX_PRODUCTS for node in graph.graph.nodes))
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(
+        fw_compiler=count,
+        bw_compiler=lambda graph, inputs: make_boxed_func(graph),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    plain = FAMILIES["torchvision, padded"].model(depths=(2, 1), drop_path_rate=0.5)
+    check_compiled(copy.deepcopy(plain), backend, steps=1)
+    check_compiled(torchsbp.apply(plain, keep_ratio=0.5, blocks=[0, 1]), backend, steps=3)
+    assert products[0] == products[1]
+
+
+def check_compiled(eager: nn.Module, backend: object, steps: int) -> None:
+    torch._dynamo.reset()
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for i in range(steps):
+            x = FAMILIES["torchvision, padded"].images() + i
+            y, expected = step(eager, x)
+            found_y, found = step(Compiled(model, compiled), x)
+            torch.testing.assert_close(found_y, y, rtol=1e-10, atol=1e-10)
+            assert_gradients(found, expected)
+    torch._dynamo.reset()
+
+
+class Compiled:
+    """A compiled model with the names of its own parameters."""
+
+    def __init__(self, model: nn.Module, compiled: object) -> None:
+        self.zero_grad, self.named_parameters, self.compiled = model.zero_grad, model.named_parameters, compiled
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compiled(x)
