@@ -103,12 +103,10 @@ class Job:
 
 
 def jobs(args: argparse.Namespace) -> Iterator[Job]:
-    """Full and, where the family is supported, SBP at three ratios; then the plans."""
+    """Full and SBP at three ratios; then the plans."""
     for model in args.models if "peak" in args.parts else ():
-        configs: list[Config] = ["full"]
-        if "swin" not in model:
-            configs += [SBPConfig(keep_ratio=ratio) for ratio in RATIOS]
-            configs.append(SBPConfig(keep_ratio=RATIOS[-1], recompute=False))
+        configs: list[Config] = ["full", *(SBPConfig(keep_ratio=ratio) for ratio in RATIOS)]
+        configs.append(SBPConfig(keep_ratio=RATIOS[-1], recompute=False))
         for config in configs:
             yield Job("peak", model, args.batch or BATCHES[model], args.device, config)
     for memory in args.memory if "plan" in args.parts else ():
