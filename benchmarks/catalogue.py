@@ -11,6 +11,7 @@ a process of its own, with limits of time and memory. Rows are appended to the f
 
 import argparse
 import os
+import re
 import resource
 import subprocess
 import time
@@ -57,9 +58,15 @@ def names() -> list[str]:
     return [f"timm/{name}" for name in timm.list_models()] + [f"torchvision/{name}" for name in (*image, *VIDEO)]
 
 
+def limit_memory(gib: float) -> None:
+    """So much more than the process has already (Linux)."""
+    has = int(re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (has + int(gib * 2**30), resource.RLIM_INFINITY))
+
+
 def trial(name: str, gib: float) -> Iterator[Row]:
     """What becomes of the model, then what a step of its small version gives."""
-    resource.setrlimit(resource.RLIMIT_DATA, (int(gib * 2**30), resource.RLIM_INFINITY))
+    limit_memory(gib)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     model = find_model(name).build()
@@ -136,7 +143,7 @@ def alone(name: str, seconds: float, gib: float) -> Row:
     for more in () if "error" in row else child.measure():
         row |= more
     error = row.pop("error", "")
-    if "allocate memory" in error:
+    if error == children.OUT_OF_MEMORY:
         error = f"needs more than {gib:g} GiB"
     elif error and row["result"] == "not run" and not error.startswith("not done"):
         row["result"] = "failed"

@@ -17,6 +17,7 @@ from case import Row, Setting
 
 CONTEXT = multiprocessing.get_context("spawn")
 OUT_OF_MEMORY = "out of memory"
+NO_MEMORY = (OUT_OF_MEMORY, "ALLOC_FAILED", "allocate memory")  # as torch, cuBLAS and torch on a CPU say it
 Work = Callable[[Setting], Iterator[Row]]
 
 
@@ -35,7 +36,7 @@ def serve(pipe: Connection, work: Work, setting: Setting) -> None:
 
 def reason(error: Exception) -> str:
     text = str(error)
-    if any(words in text for words in (OUT_OF_MEMORY, "ALLOC_FAILED")):
+    if isinstance(error, MemoryError) or any(words in text for words in NO_MEMORY):
         return OUT_OF_MEMORY
     traceback.print_exception(error)
     return f"{type(error).__name__}: {text.strip().splitlines()[0] if text.strip() else ''}"
