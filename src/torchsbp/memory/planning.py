@@ -6,7 +6,7 @@ The order of preference, ``levels``. First comes what gives exact gradients:
 2. exact lean blocks (``keep_ratio=1``), of which as few as needed recompute;
 3. "checkpoint": activation checkpointing of every block;
 
-then sampled gradients, those first that cost the least accuracy in our runs (rule "query" at a low ratio before more
+then sampled gradients, those first that drop the least of the gradient (rule "query" at a low ratio before more
 sampled blocks, more sampled blocks before rule "qkv"):
 
 4. SBP, rule "query", on the blocks of the family's recipe, at ratios 0.75, 0.5, 0.25;
