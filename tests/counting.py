@@ -1,7 +1,14 @@
-"""Bytes that a forward pass saves for backward."""
+"""Bytes that a forward pass saves for backward, and operators of a compiled one."""
+
+from typing import Any
 
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+
+aten = torch.ops.aten
+MATRIX_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 
 
 class SavedBytes:
@@ -30,3 +37,20 @@ class SavedBytes:
 
     def __exit__(self, *exc: object) -> None:
         self.hooks.__exit__(*exc)
+
+
+def counting_backend(operators: tuple[Any, ...]) -> tuple[Any, list[int]]:
+    """A backend that runs graphs as they are, partitioned as by inductor, and how many of the operators each forward
+    graph has."""
+    counts: list[int] = []
+
+    def count(graph, inputs):
+        counts.append(sum(node.target in operators for node in graph.graph.nodes))
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(
+        fw_compiler=count,
+        bw_compiler=lambda graph, inputs: make_boxed_func(graph),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    return backend, counts

@@ -8,13 +8,11 @@ import timm
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch._dynamo.backends.common import aot_autograd
 
 import torchsbp
 from torchsbp import SBPConfig
 
-from .counting import SavedBytes
+from .counting import SavedBytes, counting_backend
 from .families import assert_gradients, entry_of, step
 from .hybrids import CONVNEXTS, MODELS, check_against_oracle, images, model_of
 
@@ -199,17 +197,7 @@ def test_estimate_counts_what_is_saved():
 @pytest.mark.parametrize("name", ["coatnet", "v2"])
 def test_compiled_forward_has_no_second_run(name):
     """Full graph, new masks in every step, no recompilation; forward has no more layers than plain training."""
-    layers = []
-
-    def count(graph, inputs):
-        layers.append(sum(node.target in LAYERS for node in graph.graph.nodes))
-        return make_boxed_func(graph)
-
-    backend = aot_autograd(
-        fw_compiler=count,
-        bw_compiler=lambda graph, inputs: make_boxed_func(graph),
-        partition_fn=min_cut_rematerialization_partition,
-    )
+    backend, layers = counting_backend(LAYERS)
     plain = model_of(name, drop_path_rate=0.5, depths=(1, 1, 1, 1))
     check_compiled(copy.deepcopy(plain), backend, steps=1)
     check_compiled(torchsbp.apply(plain, keep_ratio=0.5), backend, steps=2)

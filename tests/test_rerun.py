@@ -8,15 +8,13 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch._dynamo.backends.common import aot_autograd
 
 import torchsbp
 from torchsbp import SBPConfig, residual
 from torchsbp.adapters import mixers
 from torchsbp.memory.planning import levels
 
-from .counting import SavedBytes
+from .counting import MATRIX_PRODUCTS, SavedBytes, counting_backend
 from .families import assert_gradients, step
 from .residuals import LEARNED_BIAS, MODELS, check_against_oracle, images_for, install, model_of
 
@@ -241,26 +239,13 @@ def test_plan_offers_the_rules_that_the_blocks_have():
     assert rules == {"query"}
 
 
-MATRIX_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
-
-
 COMPILED = [("eva02", {}), ("mixer", {"recompute": False, "per_sample": True}), ("one piece", {"scope": "block"})]
 
 
 @pytest.mark.parametrize("name, options", COMPILED, ids=str)
 def test_compiled_forward_has_no_second_run(name, options):
     """Full graph, new masks in every step, no recompilation; forward has no more products than plain training."""
-    products = []
-
-    def count(graph, inputs):
-        products.append(sum(node.target in MATRIX_PRODUCTS for node in graph.graph.nodes))
-        return make_boxed_func(graph)
-
-    backend = aot_autograd(
-        fw_compiler=count,
-        bw_compiler=lambda graph, inputs: make_boxed_func(graph),
-        partition_fn=min_cut_rematerialization_partition,
-    )
+    backend, products = counting_backend(MATRIX_PRODUCTS)
     plain = model_of(name, drop_path_rate=0.5)
     check_compiled(copy.deepcopy(plain), backend, steps=1)
     check_compiled(torchsbp.apply(plain, keep_ratio=0.5, **options), backend, steps=3)

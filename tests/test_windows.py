@@ -8,15 +8,13 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 import transformers
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 
 import torchsbp
 from torchsbp import SBPConfig
 from torchsbp.sites import Site
 
-from .counting import SavedBytes
+from .counting import MATRIX_PRODUCTS, SavedBytes, counting_backend
 from .families import assert_gradients, step
 from .windows import FAMILIES, check_against_oracle
 
@@ -276,22 +274,9 @@ def test_transformers_backbone_and_windows_it_does_not_adapt():
         model(x)
 
 
-MATRIX_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
-
-
 def test_compiled_forward_has_no_second_run():
     """Full graph, new masks in every step, no recompilation; forward has no more products than plain training."""
-    products = []
-
-    def count(graph, inputs):
-        products.append(sum(node.target in MATRIX_PRODUCTS for node in graph.graph.nodes))
-        return make_boxed_func(graph)
-
-    backend = aot_autograd(
-        fw_compiler=count,
-        bw_compiler=lambda graph, inputs: make_boxed_func(graph),
-        partition_fn=min_cut_rematerialization_partition,
-    )
+    backend, products = counting_backend(MATRIX_PRODUCTS)
     plain = FAMILIES["torchvision, padded"].model(depths=(2, 1), drop_path_rate=0.5)
     check_compiled(copy.deepcopy(plain), backend, steps=1)
     check_compiled(torchsbp.apply(plain, keep_ratio=0.5, blocks=[0, 1]), backend, steps=3)
