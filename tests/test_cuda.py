@@ -1,14 +1,21 @@
-"""Patched models on a GPU: forward exact, compiled as eager, in mixed precision."""
+"""Patched models on a GPU: forward exact, compiled as eager, in mixed precision, and in every way users train them."""
 
 import copy
+import io
 
 import pytest
 import torch
+import torch.distributed as dist
 from timm.utils import ModelEmaV3
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import torchsbp
+from torchsbp import SBPConfig
 
-from .families import FAMILIES, assert_gradients, entry_of, images, step
+from .families import FAMILIES, assert_gradients, entry_of, images, step, tiny_vit
+from .oracle import install
+from .test_compose import spawn
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -165,3 +172,88 @@ def test_ema_and_state_dict():
     assert_gradients(weights_of(model), weights_of(whole), rtol=1e-4)
     plain.load_state_dict(whole.state_dict())
     assert torch.equal(plain.eval()(x), whole.eval()(x))
+
+
+@pytest.mark.parametrize("name", ["vit", "convnext"])
+def test_a_saved_model_and_an_exported_one(name):
+    """In eval mode they are the plain model's; a model that was saved whole trains on with the same masks."""
+    plain, model, x = pair(name, keep_ratio=0.5)
+    file = io.BytesIO()
+    torch.save(model, file)
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    assert_gradients(step(loaded, x)[1], step(model, x)[1], rtol=1e-4)
+    plain.eval(), model.eval()
+    exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    assert torch.equal(exported.module()(x[:2]), plain(x[:2]))
+
+
+def test_hooks_on_blocks_see_what_they_see_in_a_plain_model():
+    plain, model, x = pair("vit", keep_ratio=1.0)
+    seen: list[list[torch.Tensor]] = [[], []]
+    for m, values in zip((plain, model), seen, strict=True):
+        m.double()
+        m.blocks[1].register_forward_hook(lambda _, args, y, v=values: v.extend([args[0].detach(), y.detach()]))
+        m.blocks[1].register_full_backward_hook(lambda _, dx, dy, v=values: v.extend([dx[0], dy[0]]))
+        step(m, x.double())
+    assert len(seen[0]) == 4
+    for expected, found in zip(*seen, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["vit", "convnext"])
+def test_a_new_head_after_apply(name):
+    plain = FAMILIES[name].model().cuda()
+    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5)
+    for m in (model, plain):
+        torch.manual_seed(3)
+        m.reset_classifier(7)
+        m.double().cuda()
+    y, gradients = step(model, images().cuda())
+    install(plain, torchsbp.kept(model), SBPConfig(keep_ratio=0.5))
+    expected_y, expected = step(plain, images().cuda())
+    assert y.shape == (3, 7)
+    torch.testing.assert_close(y, expected_y, rtol=1e-12, atol=1e-12)
+    assert_gradients(gradients, expected)
+
+
+def test_image_sizes_may_change():
+    plain = tiny_vit(dynamic_img_size=True, img_size=64).double().train().cuda()
+    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5)
+    for size in ((64, 64), (96, 64), (48, 128)):
+        x = torch.randn(2, 3, *size, dtype=torch.float64, device="cuda")
+        _, gradients = step(model, x)
+        oracle = copy.deepcopy(plain)
+        install(oracle, torchsbp.kept(model), SBPConfig(keep_ratio=0.5))
+        assert_gradients(gradients, step(oracle, x)[1])
+
+
+def ddp_gradients(rank):
+    model = torchsbp.apply(FAMILIES["vit"].model().cuda(), keep_ratio=1.0)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    for _ in range(2):  # unused parameters would raise in the second step
+        model.zero_grad()
+        parallel(images(4)[2 * rank : 2 * rank + 2].cuda()).square().sum().backward()
+    return {n: p.grad.cpu() for n, p in model.named_parameters()}
+
+
+def test_ddp_equals_one_process(tmp_path):
+    """Two processes on one GPU."""
+    model = torchsbp.apply(FAMILIES["vit"].model(), keep_ratio=1.0)
+    model(images(4)).square().sum().backward()
+    expected = {n: p.grad / 2 for n, p in model.named_parameters()}
+    for found in spawn(ddp_gradients, tmp_path):
+        assert_gradients(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of NCCL, about the one process
+def test_fsdp2_equals_one_process(tmp_path):
+    _, model, x = pair("vit", keep_ratio=0.5)
+    _, expected = step(copy.deepcopy(model), x)
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for block in model.blocks:
+            fully_shard(block)
+        _, found = step(fully_shard(model), x)
+        assert_gradients({n: g.full_tensor() for n, g in found.items()}, expected, rtol=1e-4)
+    finally:
+        dist.destroy_process_group()

@@ -29,6 +29,13 @@ def test_gradients_equal_the_oracle(rule, ratio):
     check_against_oracle(adapted(FAMILIES["vit"].model()), SBPConfig(keep_ratio=ratio, attention=rule), images())
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["vit", "convnext"])
+def test_gradients_equal_the_oracle_on_a_gpu(name):
+    check_against_oracle(adapted(FAMILIES[name].model()).cuda(), SBPConfig(keep_ratio=0.5), images().cuda())
+
+
 @pytest.mark.parametrize("name", ["convnext", "convnext 1×1 conv, drop path"])
 def test_convnext_equals_the_oracle(name):
     check_against_oracle(adapted(FAMILIES[name].model()), SBPConfig(keep_ratio=0.5), images())
