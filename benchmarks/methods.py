@@ -46,8 +46,8 @@ def sbp_and_checkpoint(**options: Any) -> Method:
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Of timm's ViT or ConvNeXt, patched or not."""
-    kinds = ("Block", "ConvNeXtBlock")
+    """Of timm's ViT, ConvNeXt, EVA (DINOv3) or Swin; of the first two also when they are patched."""
+    kinds = ("Block", "ConvNeXtBlock", "EvaBlock", "SwinTransformerBlock")
     return (module for module in model.modules() if type(module).__name__.removeprefix("SBP") in kinds)
 
 
@@ -56,7 +56,7 @@ def checkpoint_blocks(model: nn.Module, chosen: Callable[[nn.Module], bool] = la
     for block in blocks_of(model):
         if chosen(block):
             plain = block.forward
-            block.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=False)
+            block.forward = lambda *args, plain=plain, **kwargs: checkpoint(plain, *args, use_reentrant=False, **kwargs)
 
 
 def algorithm_1(ratio: float) -> Callable[[nn.Module], None]:

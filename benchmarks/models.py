@@ -1,4 +1,4 @@
-"""The models that are measured: the papers' Table 1, at batch sizes a user would train with."""
+"""The models that are measured: the papers' Table 1 and two whose blocks are run again, at batches a user would take."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +35,8 @@ MODELS = {
     "vit_tiny": Model("vit_tiny_patch16_224", 256, methods=VIT, modes=("compiled", "graphs")),
     "convnext_tiny": Model("convnext_tiny", 128, channels_last=True, methods=CONVNEXT, modes=("compiled",)),
     "convnext_base": Model("convnext_base", 64, channels_last=True, methods=CONVNEXT, modes=("compiled", "graphs")),
+    "dinov3_base": Model("vit_base_patch16_dinov3", 256, methods=VIT, modes=("compiled",)),
+    "swin_tiny": Model("swin_tiny_patch4_window7_224", 128, methods=CONVNEXT, modes=("compiled",)),
     "test_vit": Model("test_vit", 2, 64),
     "test_convnext": Model("test_convnext", 2, 64, channels_last=True),
 }
