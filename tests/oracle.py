@@ -13,7 +13,7 @@ from torchsbp.ops.reference import drop_qkv, gate, mask
 
 def rows_of(positions: Tensor, n: int) -> Tensor:
     """``kept`` positions [B, k] as flat rows."""
-    return (positions + n * torch.arange(positions.shape[0])[:, None]).flatten()
+    return (positions + n * torch.arange(positions.shape[0], device=positions.device)[:, None]).flatten()
 
 
 def gate_map(y: Tensor, positions: Tensor) -> Tensor:

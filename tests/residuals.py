@@ -2,12 +2,14 @@
 
 import copy
 import functools
+import inspect
 
 import timm
 import torch
 from timm.layers import GatedMlp, SwiGLU, SwiGLUPacked
 from timm.models import mlp_mixer
 from timm.models import vision_transformer as vit
+from timm.models.eva import Eva
 from torch import nn
 
 import torchsbp
@@ -17,6 +19,9 @@ from torchsbp.ops.reference import gate
 from .families import assert_gradients, step
 from .oracle import rows_of
 
+EVA = inspect.signature(Eva).parameters  # newer releases of timm have more options
+GROUPED = {"num_kv_heads": 1} if "num_kv_heads" in EVA else {}
+NORMED = {"qk_norm": True} if "qk_norm" in EVA else {}
 SIZES = {"depth": 3, "embed_dim": 24, "num_heads": 3, "img_size": (32, 48), "patch_size": 8, "num_classes": 5}
 
 
@@ -41,9 +46,9 @@ MODELS = {
     "eva02": tiny("eva02_tiny_patch14_224"),
     "eva post norm": tiny("eva_giant_patch14_224", use_post_norm=True, use_rot_pos_emb=True, scale_attn_inner=True),
     "dinov3": tiny("vit_small_patch16_dinov3", init_values=0.5),
-    "dinov3 split qkv": tiny("vit_small_plus_patch16_dinov3", qkv_fused=False, num_kv_heads=1, attn_type="rope"),
+    "dinov3 split qkv": tiny("vit_small_plus_patch16_dinov3", qkv_fused=False, attn_type="rope", **GROUPED),
     "mixed rope": tiny("vit_small_patch16_rope_mixed_224", init_values=0.5),
-    "gated rope": tiny("vit_small_patch16_rope_ape_224", attn_type="rope", qk_norm=True),
+    "gated rope": tiny("vit_small_patch16_rope_ape_224", attn_type="rope", **NORMED),
     "beit": tiny("beitv2_base_patch16_224", init_values=0.5),
     "beit shared bias": tiny(
         "beit_base_patch16_224", init_values=None, use_rel_pos_bias=True, use_shared_rel_pos_bias=True

@@ -70,6 +70,7 @@ def test_compiled_trains_without_recompilation(name):
             assert (a - b).norm() < 0.02 * b.norm()
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # Inductor's, on what is not enabled here
 def test_compiled_once_for_all_batch_sizes():
     eager = torchsbp.apply(FAMILIES["vit"].model(embed_dim=96, depth=1).float().cuda(), keep_ratio=0.5)
     model = copy.deepcopy(eager)

@@ -104,7 +104,8 @@ class Masks:
                 f"the sampler must give an int64 order of shape {(samples, math.prod(coarse))}, all positions of the "
                 f"grid {coarse} for each sample; it gave {order.dtype} of shape {tuple(order.shape)}"
             )
-        cuts = [cut and cut(self.grids[stage]) for stage, cut in zip(self.stages, self.cuts, strict=True)]
+        placed = zip(self.stages, self.cuts, strict=True)
+        cuts = [None if cut is None else cut(self.grids[stage]) for stage, cut in placed]
         sites = tuple(zip(self.stages, self.ratios, cuts, strict=True))
         drawn: dict[Site, tuple[Tensor | None, Windows | None]] = {}
         for site in sites:
