@@ -1,4 +1,4 @@
-"""The models that are measured: the papers' Table 1 and two whose blocks are run again, at batches a user would take."""
+"""The models that are measured: the papers' Table 1 and two whose blocks are run again, at usual batch sizes."""
 
 from dataclasses import dataclass
 from typing import Any
