@@ -26,7 +26,7 @@ class Model:
         size = size or self.size
         if "vit" in self.name:
             options["img_size"] = size
-        model = timm.create_model(self.name, **options).train()
+        model = timm.create_model(self.name, num_classes=1000, **options).train()
         return model.to(memory_format=torch.channels_last) if self.channels_last else model
 
 

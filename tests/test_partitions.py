@@ -1,10 +1,10 @@
 """Windows: places and regions are the libraries' own; equally many kept positions in each, by one order."""
 
-from itertools import pairwise
+import math
+from itertools import pairwise, product
 
 import pytest
 import torch
-import torch.nn.functional as F
 from timm.models.swin_transformer import SwinTransformerBlock, window_partition
 
 from torchsbp import samplers
@@ -26,22 +26,25 @@ def order_of(partition: Partition, samples: int = 3, ratio: float = 0.5) -> torc
 
 
 def positions_in(partition: Partition) -> torch.Tensor:
-    """The positions of every window by padding, rolling and reshaping, ``[windows, area]``; -1 is padding."""
-    x = torch.arange(torch.Size(partition.grid).numel()).view(partition.grid)
-    pad = [n for w, size in zip(partition.window[::-1], x.shape[::-1], strict=True) for n in (0, -size % w)]
-    shift, dims = tuple(-s for s in partition.shift), tuple(range(x.dim()))
-    x = F.pad(x, pad, value=-1).roll(shift, dims) if partition.pads_first else F.pad(x.roll(shift, dims), pad, value=-1)
-    for dim, (w, count) in enumerate(zip(partition.window, partition.counts, strict=True)):
-        x = x.unflatten(2 * dim, (count, w))
-    return x.permute(*range(0, x.dim(), 2), *range(1, x.dim(), 2)).reshape(-1, partition.area)
+    """The positions of every window, ``[windows, area]``, by where each position goes; -1 is padding."""
+    found = torch.full((math.prod(partition.counts), partition.area), -1)
+    for position, place in enumerate(product(*map(range, partition.grid))):
+        window = slot = 0
+        for i, n, w, count, shift in zip(
+            place, partition.grid, partition.window, partition.counts, partition.shift, strict=True
+        ):
+            i = (i - shift) % (count * w if partition.pads_first else n)
+            window, slot = window * count + i // w, slot * w + i % w
+        found[window, slot] = position
+    return found
 
 
 @pytest.mark.parametrize("partition", CASES, ids=str)
-def test_places_are_those_of_padding_rolling_and_reshaping(partition):
-    expected = positions_in(partition).flatten()
-    places = partition.places(torch.device("cpu"))
-    assert torch.equal(expected[places], torch.arange(len(places)))
-    assert (expected >= 0).sum() == len(places)
+def test_positions_are_where_shift_and_window_put_them(partition):
+    expected, n = positions_in(partition), math.prod(partition.grid)
+    assert torch.equal(partition.positions(torch.device("cpu")), expected.where(expected >= 0, n))
+    places = keep(order_of(partition), partition, 0.5)[1].places
+    assert torch.equal(expected.flatten()[places], torch.arange(n))
 
 
 @pytest.mark.parametrize("grid", [(8, 12), (9, 13)])
@@ -108,5 +111,5 @@ def test_timm_partitions_alike():
     x = torch.randn(2, 8, 12, 3)
     partition = Partition((8, 12), (4, 3), (2, 1), False)
     expected = window_partition(x.roll((-2, -1), (1, 2)), (4, 3)).flatten(1, 2)
-    found = torch.zeros(2, 96, 3).index_copy(1, partition.places(torch.device("cpu")), x.flatten(1, 2))
+    found = torch.zeros(2, 96, 3).index_copy(1, keep(order_of(partition), partition, 0.5)[1].places, x.flatten(1, 2))
     assert torch.equal(found.view(-1, 12, 3), expected)

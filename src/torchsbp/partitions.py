@@ -5,12 +5,12 @@ window after window.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from operator import index
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .ops.windows import Windows
@@ -36,18 +36,24 @@ class Partition:
         """Number of windows in each dimension."""
         return tuple(-(-n // w) for n, w in zip(self.grid, self.window, strict=True))
 
-    def rolled(self, dim: int, i: Any) -> Any:
-        """Where coordinate i of a dimension lies after padding and rolling."""
-        around = self.counts[dim] * self.window[dim] if self.pads_first else self.grid[dim]
-        return (i - self.shift[dim]) % around
+    def cut(self, x: Tensor, padding: int) -> Tensor:
+        """A map ``[*grid]`` as its windows see it, ``[windows, area]``."""
+        dims = range(len(self.grid))
+        pads: list[int] = []
+        for n, w, count in zip(self.grid, self.window, self.counts, strict=True):
+            pads = [0, count * w - n, *pads]  # F.pad begins with the last dimension
 
-    def places(self, device: torch.device) -> Tensor:
-        """The place of every position, ``[n]``."""
-        window = slot = torch.zeros((), dtype=torch.int64, device=device)
-        for dim, (n, w, count) in enumerate(zip(self.grid, self.window, self.counts, strict=True)):
-            i = self.rolled(dim, torch.arange(n, device=device))
-            window, slot = window.unsqueeze(-1) * count + i // w, slot.unsqueeze(-1) * w + i % w
-        return (window * self.area + slot).flatten()
+        def rolled(x: Tensor) -> Tensor:
+            return x.roll([-s for s in self.shift], list(dims))
+
+        x = rolled(F.pad(x, pads, value=padding)) if self.pads_first else F.pad(rolled(x), pads, value=padding)
+        x = x.view([side for pair in zip(self.counts, self.window, strict=True) for side in pair])
+        return x.permute(*(2 * d for d in dims), *(2 * d + 1 for d in dims)).reshape(-1, self.area)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """The position at every place, ``[windows, area]``; n, their number, where there is padding."""
+        n = math.prod(self.grid)
+        return self.cut(torch.arange(n, device=device).view(self.grid), n)
 
     def regions(self, device: torch.device) -> Tensor | None:
         """Numbers of the places, ``[windows, area]``, that differ where rolling made neighbours of opposite edges."""
@@ -57,8 +63,7 @@ class Partition:
         region = torch.zeros((), dtype=torch.int64, device=device)
         for n, s in zip(padded, self.shift, strict=True):
             region = region.unsqueeze(-1) * 2 + (torch.arange(n, device=device) >= n - s)
-        places = Partition(padded, self.window, (0,) * len(padded), True).places(device)
-        return torch.empty_like(places).index_copy(0, places, region.flatten()).view(-1, self.area)
+        return replace(self, grid=padded, shift=(0,) * len(padded)).cut(region, 0)
 
     def total(self, k: int) -> int:
         """Σ min(k, positions in the window): what is kept of a sample, where padding is not counted."""
@@ -66,7 +71,7 @@ class Partition:
         for dim, (n, w, count) in enumerate(zip(self.grid, self.window, self.counts, strict=True)):
             found = [0] * count
             for i in range(n):
-                found[self.rolled(dim, i) // w] += 1
+                found[(i - self.shift[dim]) % (count * w if self.pads_first else n) // w] += 1
             sizes.append([(size, found.count(size)) for size in sorted(set(found))])
         sides = [zip(*of_dims, strict=True) for of_dims in product(*sizes)]
         return sum(math.prod(times) * min(k, math.prod(size)) for size, times in sides)
@@ -80,12 +85,12 @@ def keep(order: Tensor, partition: Partition, ratio: float) -> tuple[Tensor, Win
     """
     samples, n, area = *order.shape, partition.area
     k = max(1, index(round(ratio * area)))
-    places = partition.places(order.device)
-    windows = math.prod(partition.counts)
-    rank = order.new_full((samples, windows * area), n).index_copy(1, places, order.argsort(dim=1))
-    slots = rank.view(samples, windows, area).argsort(dim=2, stable=True)[:, :, :k]
-    position = order.new_full((windows * area,), n).index_copy(0, places, torch.arange(n, device=order.device))
-    kept = position.view(1, windows, area).expand(samples, -1, -1).gather(2, slots).flatten(1)
+    position = partition.positions(order.device)
+    rank = torch.cat([order.argsort(dim=1), order.new_full((samples, 1), n)], 1)  # padding is last
+    rank = rank.index_select(1, position.flatten()).view(samples, -1, area)
+    slots = rank.argsort(dim=2, stable=True)[:, :, :k]
+    kept = position.expand(samples, -1, -1).gather(2, slots).flatten(1)
+    places = position.flatten().argsort()[:n]
     total, filled = partition.total(k), None
     if total < kept.shape[1]:
         filled = (kept[0] == n).to(torch.int8).argsort(stable=True)[:total]

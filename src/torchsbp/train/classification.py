@@ -206,7 +206,7 @@ def train_transform(data: Data, augment: Augment) -> Callable[[Any], Any]:
         is_training=True,
         scale=augment.scale,
         hflip=augment.hflip,
-        color_jitter=augment.color_jitter or None,
+        color_jitter=augment.color_jitter or None,  # type: ignore[arg-type]
         auto_augment=augment.auto_augment,
         interpolation=augment.interpolation,
         mean=tuple(data.mean),
