@@ -179,15 +179,32 @@ def measured(setting: Setting) -> Iterator[Row]:
 
 
 def profile(case: Case) -> str:
-    """The kernels (operators on CPU) of one step: their time, their number, and those that take the most."""
+    """The kernels (operators on CPU) of one step: their time, their number, and those that take the most. On CUDA also
+    what the CPU does: launches, and the time until each part of a step has been launched."""
     kind = case.setting.device.upper()
-    with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, kind)]) as profiler:
+    activities = {getattr(torch.profiler.ProfilerActivity, name) for name in ("CPU", kind)}
+    with torch.profiler.profile(activities=activities) as profiler:
         case.steps(1)
-    events = [e for e in profiler.key_averages() if e.device_type.name == kind and not e.is_user_annotation]
+    found = [e for e in profiler.key_averages() if not e.is_user_annotation]
+    events = [e for e in found if e.device_type.name == kind]
     times = {e.key: (e.self_device_time_total if case.cuda else e.self_cpu_time_total) / 1000 for e in events}
     total, count = sum(times.values()), sum(e.count for e in events)
     lines = [f"{total:.2f} ms busy in {count} {'kernels' if case.cuda else 'operators'}"]
+    if case.cuda:
+        parts = ", ".join(f"{name} {ms:.2f} ms" for name, ms in launched(case).items())
+        lines.append(f"{sum(e.count for e in found if 'LaunchKernel' in e.key)} launches; of the CPU's time: {parts}")
     for event in sorted(events, key=lambda e: -times[e.key])[:28]:
         time_ = times[event.key]
         lines.append(f"{time_:9.3f} ms {time_ / total:6.1%} {event.count:5d} ×  {event.key[:100]}")
     return "\n".join(lines)
+
+
+def launched(case: Case) -> dict[str, float]:
+    """Milliseconds that the CPU takes to launch the parts of a step (medians): the GPU is idle when a step begins."""
+    watches = []
+    for _ in range(case.setting.steps):
+        torch.cuda.synchronize()
+        watches.append(Stopwatch("cpu"))
+        case.step(watches[-1])
+    parts = enumerate(("forward", "backward", "update"))
+    return {name: statistics.median(watch.between(i, i + 1) for watch in watches) for i, name in parts}

@@ -26,13 +26,14 @@ def results(file: str) -> dict:
 @pytest.fixture
 def benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    for name in ("run", "memory"):
+    names = ("run", "memory", "limits")
+    for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    return importlib.import_module("run"), importlib.import_module("memory")
+    return map(importlib.import_module, names)
 
 
 def test_tables_are_the_measured_ones(benchmarks):
-    run, memory = benchmarks
+    run, memory, limits = benchmarks
     page, rows = (ROOT / "docs" / "benchmarks.md").read_text(), results("h200.json")["rows"]
     assert run.markdown(run.headline(rows)) in README
     assert run.markdown(results("cpu.json")["rows"]) in README
@@ -41,15 +42,31 @@ def test_tables_are_the_measured_ones(benchmarks):
     plans = results("memory.json")["rows"]
     assert memory.markdown(plans) in page
     assert memory.plans_markdown(plans) in page
+    assert limits.markdown(results("limits.json")["rows"]) in README
+    assert limits.markdown(results("limits.json")["rows"]) in page
     for text, shown in ((README, run.headline(rows)), (page, [*rows, *plans])):
         assert all(f"commit {row['commit']}" in text.lower() for row in shown)
     assert f"commit {results('cpu.json')['commit']}" in README
+    for file in ("limits.json", "growth.json"):
+        assert f"commit {results(file)['commit']}" in page.lower()
 
 
 def test_predictions_were_within_a_tenth():
     peaks = [row for row in results("memory.json")["rows"] if "error of prediction" in row]
     assert len(peaks) > 30
     assert max(abs(row["error of prediction"]) for row in peaks) < 0.1
+
+
+def test_accuracies_are_the_measured_ones():
+    """Of CIFAR-10: as the runs' metrics say, in docs/reproduction.md."""
+    page = (ROOT / "docs" / "reproduction.md").read_text()
+    for method in ("full", "sbp"):
+        runs = sorted((ROOT / "benchmarks" / "results" / "cifar10").glob(f"cifar10_{method}_*/metrics.jsonl"))
+        events = [[json.loads(line) for line in run.read_text().splitlines()] for run in runs]
+        last = [[event for event in run if event["kind"] == "valid"][-1]["top1"] for run in events]
+        assert len(last) == 3
+        assert ", ".join(f"{top1:.2f}" for top1 in last) in page
+        assert f"{sum(last) / 3:.2f} ±" in page
 
 
 def test_links_and_targets_exist():

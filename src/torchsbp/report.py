@@ -293,7 +293,7 @@ h1 { font-size: 1.6rem; margin: 0 0 .2rem; } h2 { font-size: 1.1rem; margin: 2re
 p { color: var(--soft); margin: 0 0 1.5rem; }
 .scroll { overflow-x: auto; background: var(--card); border: 1px solid var(--rule); border-radius: 10px; }
 table { border-collapse: collapse; width: 100%; font-size: .92rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .55rem .9rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--rule); }
+th, td { padding: .55rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--rule); }
 th:first-child, td:first-child, th:last-child, td:last-child { text-align: left; }
 th { color: var(--soft); font-weight: 600; } tr:last-child td { border-bottom: 0; } tr.mean { font-weight: 600; }
 .key { display: inline-block; width: .8em; height: .8em; border-radius: 3px; margin-right: .55em; }
