@@ -42,8 +42,9 @@ def saved_mib(trainer: Trainer) -> float:
     """What a training forward keeps for the backward pass."""
     trainer.model.train()
     trainer.forward(0, trainer.task.prepare(next(trainer.batches()), training=True))
-    assert trainer.saved.mib is not None
-    return trainer.saved.mib
+    memory = trainer.memory()
+    assert memory is not None
+    return memory
 
 
 def results(names: Sequence[str], folders: Sequence[Path]) -> list[Row]:

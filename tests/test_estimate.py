@@ -78,7 +78,7 @@ QUARTER = SBPConfig(keep_ratio=0.25)
     [
         *(("vit_base_patch16_224", config) for config in ("full", QUARTER, replace(QUARTER, recompute=False))),
         *(("convnext_tiny", config) for config in ("full", QUARTER)),
-        ("swin_tiny_patch4_window7_224", "full"),
+        *(("swin_tiny_patch4_window7_224", config) for config in ("full", QUARTER)),
     ],
     ids=str,
 )
@@ -87,7 +87,8 @@ def test_predicted_as_measured_on_a_gpu(model, config):
     order = channels_last if "convnext" in model else nn.Identity()
     predicted = torchsbp.estimate(lambda: order(timm.create_model(model)), (row["batch"], 3, 224, 224), config)
     assert predicted.peak == pytest.approx(row["peak MiB"] * MIB, rel=0.03)
-    assert predicted.saved_bytes == pytest.approx(row["saved MiB"] * MIB, rel=0.01)
+    if "saved MiB" in row:
+        assert predicted.saved_bytes == pytest.approx(row["saved MiB"] * MIB, rel=0.01)
 
 
 def channels_last(model: nn.Module) -> nn.Module:
@@ -307,6 +308,15 @@ def test_the_formula_of_a_down_sampling_layer():
     with SavedBytes(model, *[p for p in params if p is not None]) as saved:
         downsample(x, rows, params, DownsampleSpec((2, 2)))
     assert saved.total == 4 * 4 * len(rows) * C + 8 * len(rows)
+
+
+@pytest.mark.parametrize("config", ["checkpoint", SBPConfig(keep_ratio=0.5)], ids=["checkpoint", "run again"])
+def test_what_backward_computes_again_is_not_counted_as_saved(config):
+    def build() -> nn.Module:
+        return timm.create_model("eva02_tiny_patch14_224", depth=3, img_size=56)
+
+    found = measure_config(build, (2, 3, 56, 56), config, "float32", device="cpu")
+    assert found.saved == torchsbp.estimate(build, (2, 3, 56, 56), config, "float32", device="cpu").saved
 
 
 def test_a_prediction_can_be_measured():

@@ -73,8 +73,9 @@ class Running:
 class Saved:
     """Bytes saved for backward inside the context, by the module that saves them; each storage once.
 
-    Parameters, buffers and ``ignored`` tensors are not counted. ``by_module`` has the names of innermost modules,
-    ``alive`` is what has not been freed yet, ``where`` the module that runs: in backward, whose tensors were read last.
+    Not counted: parameters, buffers, ``ignored`` tensors, and what a backward pass saves when it computes something
+    again. ``by_module`` has the names of innermost modules, ``alive`` is what has not been freed yet, ``where`` the
+    module that runs: in backward, whose tensors were read last.
     """
 
     def __init__(self, model: nn.Module, *ignored: Tensor) -> None:
@@ -109,8 +110,9 @@ class Saved:
         self.by_module[self.running.where] += size
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, str]:
-        storage = tensor.untyped_storage()
-        self.count(storage, storage.nbytes())
+        if torch._C._current_graph_task_id() == -1:  # not in backward
+            storage = tensor.untyped_storage()
+            self.count(storage, storage.nbytes())
         return tensor, self.running.where
 
     def unpack(self, packed: tuple[Tensor, str]) -> Tensor:

@@ -6,6 +6,7 @@ own, SBP's backward passes run Triton kernels, and some operators need workspace
 """
 
 import importlib.util
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,6 +30,7 @@ sdpa_of_torch = F.scaled_dot_product_attention
 PROCESSORS = 132  # of an H100 or H200: the kernels' buffers for sums are that many times four rows
 CUBLAS = 2 * 32 * 2**20  # fitted on ViT-B on an H200; presumably cuBLAS workspace, forward's and backward's thread
 HALF = (torch.float16, torch.bfloat16)
+TILE = 64
 # What autocast gives in float32 on CUDA, but not on CPU (of its list, what models use).
 WIDE = {
     *("layer_norm", "native_layer_norm", "rms_norm", "group_norm", "softmax", "log_softmax", "cross_entropy"),
@@ -97,14 +99,18 @@ def kernel(q: Tensor, fused: bool) -> str:
 
 
 def workspace(func: Any, args: tuple[Any, ...], result: Any) -> int:
-    """Bytes that an operator needs while it runs, where they matter: attention sums dQ in float32."""
-    if func in ATTENTION_BACKWARD:
+    """Bytes that an operator needs while it runs, where they matter: attention's backward sums dQ in float32, the
+    kernel that takes masks in tiles of 64 × 64 for as many queries of a head."""
+    if func in SUMMING_QUERIES:
         do = args[0]
         return 4 * do.numel()
+    if func is aten._scaled_dot_product_efficient_attention_backward.default and args[0].dtype in HALF:
+        *heads, queries, _ = args[0].shape
+        return 4 * math.prod(heads) * -(-queries // TILE) * TILE * TILE
     return 0
 
 
-ATTENTION_BACKWARD = (
+SUMMING_QUERIES = (
     aten._scaled_dot_product_cudnn_attention_backward.default,
     aten._scaled_dot_product_flash_attention_backward.default,
 )

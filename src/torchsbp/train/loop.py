@@ -7,7 +7,7 @@ resumed ends where one that was never killed does.
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -23,12 +23,14 @@ from tqdm import tqdm
 
 import torchsbp
 
+from ..memory.blocks import Saved
+from ..memory.sizes import MIB
 from . import checkpoint
 from .config import Config
 from .data import EvalOrder, TrainOrder, loader, mixed
 from .distributed import Processes, all_sum, any_of, barrier, gather, shard, synchronised
 from .errors import CheckpointError, RunError, SignalError
-from .metrics import FILE, Clock, Metrics, SavedBytes
+from .metrics import FILE, Clock, Metrics
 from .state import (
     Progress,
     load_model,
@@ -101,7 +103,7 @@ class Trainer:
         seed_everything(mixed(config.seed, processes.rank))  # augmentation and stochastic depth differ by process
         self.progress = Progress()
         self.signals: Signals | None = None
-        self.saved = SavedBytes()
+        self.saved: Saved | None = None
         sharded = isinstance(self.model, FSDPModule)  # whose parameters come and go among what is saved
         self.counts_saved = device.type == "cpu" and not config.compile and not sharded
 
@@ -157,9 +159,11 @@ class Trainer:
         """Forward and backward of the run's ``number``-th micro-batch: masks and keep-ratio follow that number."""
         if self.sbp:
             torchsbp.set_step(self.model, number)
-        count = self.counts_saved and not self.saved.sizes
+        counting: AbstractContextManager[Any] = nullcontext()
+        if self.counts_saved and self.saved is None:
+            counting = self.saved = Saved(self.model)
         with synchronised(self.parallel, last=(number + 1) % self.accumulate == 0):
-            with self.autocast(), self.saved.counting(self.model) if count else nullcontext():
+            with self.autocast(), counting:
                 loss = self.task.loss(self.parallel, batch)
             self.scaler.scale(loss / self.accumulate).backward()
         return loss.detach()
@@ -285,7 +289,9 @@ class Trainer:
     def memory(self) -> float | None:
         """MiB: the peak on a GPU; on a CPU, in eager mode, what the first forward saved for backward."""
         device = self.processes.device
-        return torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else self.saved.mib
+        if device.type == "cuda":
+            return torch.cuda.max_memory_allocated(device) / MIB
+        return None if self.saved is None else self.saved.total / MIB
 
     def write(self, kind: str, **values: Any) -> None:
         if self.metrics is not None:

@@ -2,14 +2,9 @@
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor, nn
 
 from .checkpoint import replace_file
 
@@ -65,29 +60,6 @@ class Metrics:
             self.writer.close()
         if self.run is not None:
             self.run.finish()
-
-
-class SavedBytes:
-    """What autograd saves while it is entered: each storage once, without the parameters."""
-
-    def __init__(self) -> None:
-        self.sizes: dict[int, int] = {}
-
-    @contextmanager
-    def counting(self, model: nn.Module) -> Iterator[None]:
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            self.sizes[storage.data_ptr()] = storage.nbytes()
-            return tensor.detach()  # itself, it could hold its own graph
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
-        for parameter in model.parameters():
-            self.sizes.pop(parameter.untyped_storage().data_ptr(), None)
-
-    @property
-    def mib(self) -> float | None:
-        return sum(self.sizes.values()) / 2**20 if self.sizes else None
 
 
 class Clock:
