@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import torchsbp
 from torchsbp import samplers
+from torchsbp.memory.estimating import checkpoint_blocks
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,6 @@ def sbp_and_checkpoint(**options: Any) -> Method:
         checkpoint_blocks(model, lambda block: block.sbp.site is None)  # type: ignore[union-attr]
 
     return Method(prepare)
-
-
-def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Of timm's ViT, ConvNeXt, EVA (DINOv3) or Swin; of the first two also when they are patched."""
-    kinds = ("Block", "ConvNeXtBlock", "EvaBlock", "SwinTransformerBlock")
-    return (module for module in model.modules() if type(module).__name__.removeprefix("SBP") in kinds)
-
-
-def checkpoint_blocks(model: nn.Module, chosen: Callable[[nn.Module], bool] = lambda block: True) -> None:
-    """``torch.utils.checkpoint`` around every chosen block."""
-    for block in blocks_of(model):
-        if chosen(block):
-            plain = block.forward
-            block.forward = lambda *args, plain=plain, **kwargs: checkpoint(plain, *args, use_reentrant=False, **kwargs)
 
 
 def algorithm_1(ratio: float) -> Callable[[nn.Module], None]:

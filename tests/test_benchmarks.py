@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from .counting import SavedBytes
 
@@ -72,9 +73,21 @@ def test_saved_bytes_of_methods_for_vits(bench):
 def test_checkpoint_wraps_the_blocks_that_are_not_sampled(bench):
     for model, exact in (("test_vit", 2), ("test_convnext", 3)):
         case = bench.case.Case(bench.case.Setting(model, "sbp query r=0.5, saved + checkpoint", bf16=False))
-        wrapped = [block for block in bench.methods.blocks_of(case.model) if "forward" in vars(block)]
+        wrapped = [module for module in case.model.modules() if "forward" in vars(module)]
         assert len(wrapped) == exact
         assert all(block.sbp.site is None for block in wrapped)
+
+
+def test_flops_are_those_of_torch_and_count_blocks_that_are_run_again(bench):
+    for title in ("full", "checkpoint", "sbp query r=0.25"):
+        setting = bench.case.Setting("test_vit", title, bf16=False)
+        with FlopCounterMode(display=False) as counter:
+            bench.case.Case(setting).forward().backward()
+        assert bench.case.count_flops(setting, 2) == counter.get_total_flops()
+    build = {"depth": 2, "embed_dim": 48, "num_heads": 2}
+    settings = [bench.case.Setting("dinov3_base", f"sbp query r={r}", size=32, build=build) for r in (0.5, 0.25)]
+    half, quarter = (bench.case.count_flops(setting, 2) for setting in settings)
+    assert quarter < half
 
 
 def test_where_methods_run(bench):

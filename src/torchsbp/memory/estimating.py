@@ -257,14 +257,15 @@ def prepared(model: nn.Module, config: Config) -> nn.Module:
     return model
 
 
-def checkpoint_blocks(model: nn.Module) -> nn.Module:
-    """``torch.utils.checkpoint`` around every block, in place."""
+def checkpoint_blocks(model: nn.Module, chosen: Callable[[nn.Module], bool] = lambda block: True) -> nn.Module:
+    """``torch.utils.checkpoint`` around every chosen block, in place."""
     names = block_names(model)
     if not names:
         raise ValueError(f"{type(model).__name__} has no chain of blocks to checkpoint")
     for name in names:
         block = model.get_submodule(name)
-        block.forward = _checkpointed(block.forward)
+        if chosen(block):
+            block.forward = _checkpointed(block.forward)
     return model
 
 
