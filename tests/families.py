@@ -2,9 +2,11 @@
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import timm
 import torch
+import torch._dynamo
 import torchvision
 from torch import nn
 
@@ -68,11 +70,11 @@ def images(batch: int = 3) -> torch.Tensor:
     return torch.randn(batch, 3, 64, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def step(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Output and gradients of one training step, with the same randomness each time."""
+def step(model: nn.Module, x: torch.Tensor, run: Any = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Output and gradients of one training step, with the same randomness each time; ``run``: the model, compiled."""
     model.zero_grad()
     torch.manual_seed(2)
-    y = model(x)
+    y = (model if run is None else run)(x)
     weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
     (y * weights + y.square()).sum().backward()
     return y.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -96,6 +98,19 @@ def check_against_oracle(model: nn.Module, config: SBPConfig, x: torch.Tensor) -
     expected_y, expected = step(plain, x)
     torch.testing.assert_close(y, expected_y, rtol=1e-12, atol=1e-12)
     assert_gradients(gradients, expected)
+
+
+def check_compiled(eager: nn.Module, x: torch.Tensor, backend: Any, steps: int) -> None:
+    """A full graph, new masks in every step, no recompilation; output and gradients are those of the eager model."""
+    torch._dynamo.reset()
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for i in range(steps):
+            (y, found), (expected_y, expected) = step(model, x + i, compiled), step(eager, x + i)
+            torch.testing.assert_close(y, expected_y, rtol=1e-10, atol=1e-10)
+            assert_gradients(found, expected)
+    torch._dynamo.reset()
 
 
 def entry_of(model: nn.Module) -> nn.Module:

@@ -13,7 +13,7 @@ import torchsbp
 from torchsbp import SBPConfig
 
 from .counting import SavedBytes, counting_backend
-from .families import assert_gradients, entry_of, step
+from .families import assert_gradients, check_compiled, entry_of, step
 from .hybrids import CONVNEXTS, MODELS, check_against_oracle, images, model_of
 
 LAYERS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "convolution"))
@@ -199,25 +199,9 @@ def test_compiled_forward_has_no_second_run(name):
     """Full graph, new masks in every step, no recompilation; forward has no more layers than plain training."""
     backend, layers = counting_backend(LAYERS)
     plain = model_of(name, drop_path_rate=0.5, depths=(1, 1, 1, 1))
-    check_compiled(copy.deepcopy(plain), backend, steps=1)
-    check_compiled(torchsbp.apply(plain, keep_ratio=0.5), backend, steps=2)
+    check_compiled(copy.deepcopy(plain), images(), backend, steps=1)
+    check_compiled(torchsbp.apply(plain, keep_ratio=0.5), images(), backend, steps=2)
     assert layers[0] == layers[1]
-
-
-def check_compiled(eager, backend, steps: int) -> None:
-    torch._dynamo.reset()
-    model = copy.deepcopy(eager)
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for i in range(steps):
-            x = images() + i
-            y, expected = step(eager, x)
-            model.zero_grad()
-            found = seeded(compiled, x)
-            torch.testing.assert_close(found, y, rtol=1e-10, atol=1e-10)
-            (found * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y) + found.square()).sum().backward()
-            assert_gradients({n: p.grad for n, p in model.named_parameters()}, expected)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torchsbp import SBPConfig
 from torchsbp.sites import Site
 
 from .counting import MATRIX_PRODUCTS, SavedBytes, counting_backend
-from .families import assert_gradients, step
+from .families import assert_gradients, check_compiled, step
 from .windows import FAMILIES, check_against_oracle
 
 SMALL = ["timm", "timm CR, padded, norms", "torchvision v2, padded", "video, padded", "transformers"]
@@ -277,31 +277,8 @@ def test_transformers_backbone_and_windows_it_does_not_adapt():
 def test_compiled_forward_has_no_second_run():
     """Full graph, new masks in every step, no recompilation; forward has no more products than plain training."""
     backend, products = counting_backend(MATRIX_PRODUCTS)
-    plain = FAMILIES["torchvision, padded"].model(depths=(2, 1), drop_path_rate=0.5)
-    check_compiled(copy.deepcopy(plain), backend, steps=1)
-    check_compiled(torchsbp.apply(plain, keep_ratio=0.5, blocks=[0, 1]), backend, steps=3)
+    family = FAMILIES["torchvision, padded"]
+    plain, x = family.model(depths=(2, 1), drop_path_rate=0.5), family.images()
+    check_compiled(copy.deepcopy(plain), x, backend, steps=1)
+    check_compiled(torchsbp.apply(plain, keep_ratio=0.5, blocks=[0, 1]), x, backend, steps=3)
     assert products[0] == products[1]
-
-
-def check_compiled(eager: nn.Module, backend: object, steps: int) -> None:
-    torch._dynamo.reset()
-    model = copy.deepcopy(eager)
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for i in range(steps):
-            x = FAMILIES["torchvision, padded"].images() + i
-            y, expected = step(eager, x)
-            found_y, found = step(Compiled(model, compiled), x)
-            torch.testing.assert_close(found_y, y, rtol=1e-10, atol=1e-10)
-            assert_gradients(found, expected)
-    torch._dynamo.reset()
-
-
-class Compiled:
-    """A compiled model with the names of its own parameters."""
-
-    def __init__(self, model: nn.Module, compiled: object) -> None:
-        self.zero_grad, self.named_parameters, self.compiled = model.zero_grad, model.named_parameters, compiled
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.compiled(x)
