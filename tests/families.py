@@ -1,6 +1,7 @@
 """Tiny random models of every family, and the checks that the model tests share."""
 
 import copy
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +112,40 @@ def check_compiled(eager: nn.Module, x: torch.Tensor, backend: Any, steps: int) 
             torch.testing.assert_close(y, expected_y, rtol=1e-10, atol=1e-10)
             assert_gradients(found, expected)
     torch._dynamo.reset()
+
+
+def check_copies(model: nn.Module, x: torch.Tensor) -> None:
+    """Copies of a patched model train their own weights, to the same gradients."""
+    _, expected = step(model, x)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torchsbp.set_step(twin, 0)
+        model.zero_grad()
+        _, found = step(twin, x)
+        assert all(p.grad is None for p in model.parameters())
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], g) for name, g in expected.items())
+
+
+def check_left_as_it_was(plain: nn.Module, x: torch.Tensor, **options: Any) -> None:
+    """Patched, the model has its state; under no_grad and in eval mode it computes the same; ``remove`` undoes all."""
+    model = copy.deepcopy(plain)
+    keys, classes = list(model.state_dict()), [type(m) for m in model.modules()]
+    attributes = [set(m.__dict__) for m in model.modules()]
+    torchsbp.apply(model, **options)
+    assert list(model.state_dict()) == keys
+    with torch.no_grad():
+        torch.manual_seed(2)
+        expected_y = plain(x)
+        torch.manual_seed(2)
+        assert torch.equal(model(x), expected_y)
+    (y, gradients), (expected_y, expected) = step(model.eval(), x), step(plain.eval(), x)
+    assert torch.equal(y, expected_y)
+    assert all(torch.equal(gradients[name], g) for name, g in expected.items())
+    assert entry_of(model).sbp_step == 0
+    step(model.train(), x)
+    torchsbp.remove(model)
+    assert [type(m) for m in model.modules()] == classes
+    assert [set(m.__dict__) for m in model.modules()] == attributes
 
 
 def entry_of(model: nn.Module) -> nn.Module:

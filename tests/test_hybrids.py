@@ -1,7 +1,6 @@
 """CoAtNet, MaxViT, and ConvNeXt of any norm: sampled on maps, by the library's own modules run again on kept rows."""
 
 import copy
-import pickle
 
 import pytest
 import timm
@@ -13,7 +12,7 @@ import torchsbp
 from torchsbp import SBPConfig
 
 from .counting import SavedBytes, counting_backend
-from .families import assert_gradients, check_compiled, entry_of, step
+from .families import assert_gradients, check_compiled, check_copies, check_left_as_it_was, entry_of, step
 from .hybrids import CONVNEXTS, MODELS, check_against_oracle, images, model_of
 
 LAYERS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "convolution"))
@@ -142,36 +141,12 @@ def test_one_more_block_saves_what_the_docs_say(name, blocks, numbers):
 
 @pytest.mark.parametrize("name", ["coatnet relative mlp", "maxxvit relative mlp", "v2", "simple norm"])
 def test_copies_train_their_own_weights(name):
-    model = torchsbp.apply(model_of(name, drop_path_rate=0.5), keep_ratio=0.5)
-    _, expected = step(model, images())
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        torchsbp.set_step(twin, 0)
-        model.zero_grad()
-        _, found = step(twin, images())
-        assert all(p.grad is None for p in model.parameters())
-        assert all(torch.equal(found[key], g) for key, g in expected.items())
+    check_copies(torchsbp.apply(model_of(name, drop_path_rate=0.5), keep_ratio=0.5), images())
 
 
 @pytest.mark.parametrize("name", ["coatnet", "maxvit", "v2", "simple norm"])
 def test_eval_no_grad_and_remove_leave_the_model_as_it_was(name):
-    plain = model_of(name, drop_path_rate=0.5)
-    model = copy.deepcopy(plain)
-    classes, attributes = [type(m) for m in model.modules()], [set(m.__dict__) for m in model.modules()]
-    torchsbp.apply(model, keep_ratio=0.5)
-    x = images()
-    with torch.no_grad():
-        assert torch.equal(seeded(model, x), seeded(plain, x))
-    (y, gradients), (expected_y, expected) = step(model.eval(), x), step(plain.eval(), x)
-    assert torch.equal(y, expected_y)
-    assert all(torch.equal(gradients[key], g) for key, g in expected.items())
-    torchsbp.remove(model)
-    assert [type(m) for m in model.modules()] == classes
-    assert [set(m.__dict__) for m in model.modules()] == attributes
-
-
-def seeded(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    torch.manual_seed(2)
-    return model(x)
+    check_left_as_it_was(model_of(name, drop_path_rate=0.5), images(), keep_ratio=0.5)
 
 
 @pytest.mark.parametrize("name", ["coatnext", "maxxvit v2", "v2"])

@@ -1,7 +1,6 @@
 """Hugging Face models: forward exact, gradients equal the oracle, and the library's own ways of training and saving."""
 
 import copy
-import pickle
 import sys
 
 import pytest
@@ -13,7 +12,7 @@ from torchsbp import SBPConfig
 from torchsbp.patch import find_backbones
 
 from .counting import SavedBytes
-from .families import assert_gradients, entry_of, step
+from .families import assert_gradients, check_copies, check_left_as_it_was, entry_of, step
 
 transformers = pytest.importorskip("transformers")
 
@@ -111,44 +110,12 @@ def test_forward_is_exact_in_float32(family):
     assert difference == 0 if same_order else difference < 1e-5
 
 
-def test_eval_and_no_grad_change_nothing(family):
-    plain = Scores(model_of(family))
-    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.25)
-    x = pixels(family)
-    with torch.no_grad():
-        torch.manual_seed(0)
-        expected = plain(x)
-        torch.manual_seed(0)
-        assert torch.equal(model(x), expected)
-    model.eval(), plain.eval()
-    (y, gradients), (expected_y, expected) = step(model, x), step(plain, x)
-    assert torch.equal(y, expected_y)
-    assert all(torch.equal(gradients[name], g) for name, g in expected.items())
-    assert entry_of(model).sbp_step == 0
+def test_eval_no_grad_and_remove_leave_the_model_as_it_was(family):
+    check_left_as_it_was(Scores(model_of(family)), pixels(family), keep_ratio=0.5)
 
 
-def test_state_is_untouched_and_remove_restores_everything(family):
-    model = Scores(model_of(family))
-    keys, classes = list(model.state_dict()), [type(m) for m in model.modules()]
-    attributes = [set(m.__dict__) for m in model.modules()]
-    torchsbp.apply(model, keep_ratio=0.5)
-    assert list(model.state_dict()) == keys
-    step(model, pixels(family))
-    torchsbp.remove(model)
-    assert [type(m) for m in model.modules()] == classes
-    assert [set(m.__dict__) for m in model.modules()] == attributes
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_train_their_own_weights(family, how):
-    model = torchsbp.apply(Scores(model_of(family)), keep_ratio=0.5)
-    _, gradients = step(model, pixels(family))
-    torchsbp.set_step(model, 0)
-    twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
-    model.zero_grad()
-    _, twin_gradients = step(twin, pixels(family))
-    assert all(p.grad is None for p in model.parameters())
-    assert all(torch.equal(twin_gradients[name], g) for name, g in gradients.items())
+def test_copies_train_their_own_weights(family):
+    check_copies(torchsbp.apply(Scores(model_of(family)), keep_ratio=0.5), pixels(family))
 
 
 def test_save_and_load(family, tmp_path):

@@ -1,7 +1,6 @@
 """Attention in windows: forward exact, gradients equal the gated library model, bias tables and scales included."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torchsbp import SBPConfig
 from torchsbp.sites import Site
 
 from .counting import MATRIX_PRODUCTS, SavedBytes, counting_backend
-from .families import assert_gradients, check_compiled, step
+from .families import assert_gradients, check_compiled, check_copies, check_left_as_it_was, step
 from .windows import FAMILIES, check_against_oracle
 
 SMALL = ["timm", "timm CR, padded, norms", "torchvision v2, padded", "video, padded", "transformers"]
@@ -158,41 +157,15 @@ def test_a_recomputed_block_saves_its_input_alone(name):
         assert (saved(long, family.images()) - saved(short, family.images())) // 8 == 2 * 2 * 256 * 12 + more
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 @pytest.mark.parametrize("name", SMALL)
-def test_copies_train_their_own_weights(name, how):
-    x = FAMILIES[name].images()
+def test_copies_train_their_own_weights(name):
     model = torchsbp.apply(FAMILIES[name].model(drop_path_rate=0.5), keep_ratio=0.5)
-    _, expected = step(model, x)
-    torchsbp.set_step(model, 0)
-    twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
-    model.zero_grad()
-    _, found = step(twin, x)
-    assert all(p.grad is None for p in model.parameters())
-    assert all(torch.equal(found[key], g) for key, g in expected.items())
+    check_copies(model, FAMILIES[name].images())
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_eval_no_grad_and_remove_leave_the_model_as_it_was(name):
-    x = FAMILIES[name].images()
-    plain = FAMILIES[name].model(drop_path_rate=0.5)
-    model = copy.deepcopy(plain)
-    classes, attributes = [type(m) for m in model.modules()], [set(m.__dict__) for m in model.modules()]
-    keys = list(model.state_dict())
-    torchsbp.apply(model, keep_ratio=0.5)
-    assert list(model.state_dict()) == keys
-    step(model, x)
-    with torch.no_grad():
-        torch.manual_seed(2)
-        y = model(x)
-        torch.manual_seed(2)
-        assert torch.equal(y, plain(x))
-    (y, gradients), (expected_y, expected) = step(model.eval(), x), step(plain.eval(), x)
-    assert torch.equal(y, expected_y)
-    assert all(torch.equal(gradients[key], g) for key, g in expected.items())
-    torchsbp.remove(model)
-    assert [type(m) for m in model.modules()] == classes
-    assert [set(m.__dict__) for m in model.modules()] == attributes
+    check_left_as_it_was(FAMILIES[name].model(drop_path_rate=0.5), FAMILIES[name].images(), keep_ratio=0.5)
 
 
 @pytest.mark.parametrize("name", ["timm", "timm CR, padded, norms"])
