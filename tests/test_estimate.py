@@ -15,7 +15,7 @@ from torch import nn
 import torchsbp
 from torchsbp import SBPConfig
 from torchsbp.memory import cuda
-from torchsbp.memory.blocks import block_names
+from torchsbp.memory.blocks import Saved, block_names
 from torchsbp.memory.estimating import describe
 from torchsbp.memory.measuring import measure_config
 from torchsbp.ops.downsample import Downsample, DownsampleSpec, downsample
@@ -308,6 +308,16 @@ def test_the_formula_of_a_down_sampling_layer():
     with SavedBytes(model, *[p for p in params if p is not None]) as saved:
         downsample(x, rows, params, DownsampleSpec((2, 2)))
     assert saved.total == 4 * 4 * len(rows) * C + 8 * len(rows)
+
+
+def test_saved_bytes_count_a_storage_once_and_no_parameters():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    floats = 3 * 4 + 3 * 8  # the input, and tanh's output, which two layers save
+    with Saved(model) as saved:
+        y = model(torch.randn(3, 4))
+    y.sum().backward()
+    assert saved.total == 4 * floats
+    assert torch.isfinite(model[0].weight.grad).all()
 
 
 @pytest.mark.parametrize("config", ["checkpoint", SBPConfig(keep_ratio=0.5)], ids=["checkpoint", "run again"])

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
+from ..sites import recomputing
+
 CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 
@@ -110,7 +112,7 @@ class Saved:
         self.by_module[self.running.where] += size
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, str]:
-        if torch._C._current_graph_task_id() == -1:  # not in backward
+        if not recomputing():
             storage = tensor.untyped_storage()
             self.count(storage, storage.nbytes())
         return tensor, self.running.where
