@@ -101,6 +101,19 @@ def check_against_oracle(model: nn.Module, config: SBPConfig, x: torch.Tensor) -
     assert_gradients(gradients, expected)
 
 
+def check_gated(model: nn.Module, config: SBPConfig, x: torch.Tensor, install: Any) -> tuple[nn.Module, dict]:
+    """Patched here, the model has output and gradients of its plain copy gated by ``install(plain, kept)``: that copy,
+    and the gradients."""
+    plain = copy.deepcopy(model)
+    torchsbp.apply(model, config=config)
+    y, gradients = step(model, x)
+    install(plain, torchsbp.kept(model))
+    expected_y, expected = step(plain, x)
+    torch.testing.assert_close(y, expected_y, rtol=1e-12, atol=1e-12)
+    assert_gradients(gradients, expected)
+    return plain, gradients
+
+
 def check_compiled(eager: nn.Module, x: torch.Tensor, backend: Any, steps: int) -> None:
     """A full graph, new masks in every step, no recompilation; output and gradients are those of the eager model."""
     torch._dynamo.reset()
