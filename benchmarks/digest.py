@@ -129,6 +129,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[str, ...
         QUERY,
     ),
 }
+ERROR = "error"
 OPTIONS: dict[str, dict[str, Any]] = {
     "r=1": {"keep_ratio": 1.0},
     "r=0.5": {"keep_ratio": 0.5},
@@ -180,7 +181,7 @@ def digest(name: str, options: dict[str, Any], precision: str) -> str:
 
 def add(found: Any, name: str, value: Tensor) -> None:
     found.update(name.encode())
-    found.update(value.contiguous().view(torch.uint8).numpy().tobytes())
+    found.update(value.flatten().clone().view(torch.uint8).numpy().tobytes())
 
 
 def main() -> int:
@@ -194,15 +195,20 @@ def main() -> int:
     for model, rule, options, precision in cases():
         if args.only in model:
             title = f"{model} | {rule} | {precision} | " + ", ".join(f"{k}={v}" for k, v in options.items())
-            found[title] = digest(model, options, precision)
+            try:
+                found[title] = digest(model, options, precision)
+            except (RuntimeError, ValueError) as error:
+                found[title] = f"{ERROR} {type(error).__name__}: {error}".splitlines()[0]
             print(found[title], title, flush=True)
     if args.out:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
     if not args.compare:
         return 0
     before = {title: its for title, its in json.loads(args.compare.read_text()).items() if args.only in title}
-    differing = [title for title in found | before if found.get(title) != before.get(title)]
+    failed = [title for title, its in before.items() if its.startswith(ERROR)]
+    differing = [title for title in found | before if found.get(title) != before.get(title) and title not in failed]
     print(f"{len(found)} cases of {len(MODELS)} models, {len(differing)} differ", *differing, sep="\n  ")
+    print(f"not compared, since they failed before: {len(failed)}", *failed, sep="\n  ")
     return 1 if differing else 0
 
 

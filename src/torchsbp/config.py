@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from . import samplers, schedules
-from .ops.attention import RULES
+from .errors import UsageError, UsageTypeError
+from .ops.rules import RULES
+from .sampling import samplers, schedules
 
 SCOPES = ("branch", "block")
 SCALES = ("none", "weight")
@@ -24,8 +25,8 @@ class SBPConfig:
       list with one ratio per sampled block, or ``schedules.Milestones`` over training.
     - ``sampler``: a name in ``samplers.SAMPLERS`` or a callable of that type.
     - ``attention``: which gradients an attention layer drops: "query", "qkv" or "head".
-    - ``blocks``: which blocks are sampled. None: the recipe of the model's family; a fraction of the blocks, counted
-      from where the recipe begins; block indices; block names (``*`` matches); a filter (name, module) -> bool.
+    - ``blocks``: which blocks are sampled. None: those of the papers for the model's family; a fraction of the blocks, counted
+      from where theirs begin; block indices; block names (``*`` matches); a filter (name, module) -> bool.
     - ``scope``: "branch" keeps the residual path's gradient everywhere, "block" gates it too.
     - ``per_sample``: a mask for every image instead of one for the batch.
     - ``scale``: "weight" multiplies weight gradients of sampled branches by 1/r (for SGD; docs/method.md, section 4).
@@ -53,21 +54,21 @@ class SBPConfig:
         one_of("scope", self.scope, SCOPES)
         one_of("scale", self.scale, SCALES)
         if self.scale == "weight" and self.attention == "head":
-            raise ValueError('scale="weight" is defined for sampled rows, not heads; use attention="query" or "qkv"')
+            raise UsageError('scale="weight" is defined for sampled rows, not heads; use attention="query" or "qkv"')
         one_of("per_sample", self.per_sample, (True, False))
         if not isinstance(self.recompute, (bool, int, float)) or not 0 <= self.recompute <= 1:
-            raise ValueError(f"recompute={self.recompute!r} is not allowed; allowed: True, False, a number in [0, 1]")
+            raise UsageError(f"recompute={self.recompute!r} is not allowed; allowed: True, False, a number in [0, 1]")
         if isinstance(self.blocks, (bool, str)) or (isinstance(self.blocks, (int, float)) and not 0 < self.blocks <= 1):
-            raise ValueError(
-                f"blocks={self.blocks!r} is not allowed; use None (the family's recipe), a fraction in (0, 1], a list "
+            raise UsageError(
+                f"blocks={self.blocks!r} is not allowed; use None (the papers' choice for the family), a fraction in (0, 1], a list "
                 'of block indices, a list of block names such as ["blocks.4"], or a filter (name, module) -> bool'
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise TypeError(f"seed must be an int, got {self.seed!r}")
+            raise UsageTypeError(f"seed must be an int, got {self.seed!r}")
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "SBPConfig":
-        """A named recipe: "default" (ours) or "paper" (the image paper's), with any field changed."""
+        """A named configuration: "default" (ours) or "paper" (the image paper's), with any field changed."""
         one_of("preset", name, PRESETS)
         return replace(PRESETS[name], **changes)
 
@@ -75,7 +76,7 @@ class SBPConfig:
 def one_of(name: str, value: Any, allowed: Any) -> None:
     if not any(value is a or (isinstance(value, str) and value == a) for a in allowed):
         names = ", ".join(repr(a) for a in allowed)
-        raise ValueError(f"{name}={value!r} is not allowed; allowed: {names}")
+        raise UsageError(f"{name}={value!r} is not allowed; allowed: {names}")
 
 
 PRESETS = {
@@ -89,7 +90,7 @@ def configured(keep_ratio: KeepRatio | None, config: SBPConfig | None, options: 
     unknown = sorted(set(options) - set(SBPConfig.__dataclass_fields__))
     if unknown:
         allowed = ", ".join(SBPConfig.__dataclass_fields__)
-        raise TypeError(f"unknown option {', '.join(unknown)}; allowed: {allowed}")
+        raise UsageTypeError(f"unknown option {', '.join(unknown)}; allowed: {allowed}")
     if keep_ratio is not None:
         options = options | {"keep_ratio": keep_ratio}
     return replace(config or PRESETS["default"], **options)

@@ -1,39 +1,59 @@
 """Model families, found by class name: none of the libraries is imported."""
 
+from collections.abc import Iterator
+
 from torch import nn
 
-from . import swin, timm, torchvision, transformers
+from ..errors import UsageError, UsageTypeError
+from . import timm, torchvision, transformers
 from .base import Adapter
-from .parts import qualified
-from .residual import Mixer, Residual
-from .windows import Windowed
+from .layouts import Layout, Stage
+from .rerun import Mixer, Residual
+from .windowed import Windowed
 
-__all__ = ["ADAPTERS", "Adapter", "Mixer", "Residual", "Windowed", "match", "register", "registered"]
+__all__ = [
+    "ADAPTERS", "Adapter", "Layout", "Mixer", "Residual", "Stage", "Windowed", "find_backbones", "match", "register",
+    "registered",
+]  # fmt: skip
 
-ADAPTERS: list[Adapter] = [
-    *(timm.VIT, timm.EVA, timm.BEIT, timm.RELATIVE_VIT, timm.MIXER, timm.CONVNEXT, timm.HYBRID),
-    *(torchvision.VIT, torchvision.CONVNEXT),
-    *transformers.ADAPTERS,
-    *swin.ADAPTERS,
-]
+ADAPTERS: list[Adapter] = [*timm.ADAPTERS, *torchvision.ADAPTERS, *transformers.ADAPTERS]
+
+Backbone = tuple[str, nn.Module, Adapter, Layout]
+"""Its name in the model, the module, and how it is described."""
 
 
-def match(module: nn.Module) -> Adapter | None:
+def match(module: nn.Module) -> tuple[Adapter, Layout] | None:
     """The adapter of this module's class or of a class it derives from; of several, the one registered last."""
-    names = {qualified(cls) for cls in type(module).__mro__}
-    return next((adapter for adapter in reversed(ADAPTERS) if adapter.model in names), None)
+    for adapter in reversed(ADAPTERS):
+        layout = adapter.layout_for(module)
+        if layout is not None:
+            return adapter, layout
+    return None
+
+
+def find_backbones(model: nn.Module) -> Iterator[Backbone]:
+    """The modules in a model, itself included, that an adapter knows; none inside of another."""
+    outer: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(prefix) for prefix in outer):
+            continue
+        found = match(module)
+        if found is not None:
+            outer.append(f"{name}." if name else "")
+            yield name, module, *found
 
 
 def register(adapter: Adapter) -> None:
     """Make ``apply`` know a model family: yours, or your own description of one it knows already."""
     if not isinstance(adapter, Adapter):
-        raise TypeError(f"register takes a torchsbp.adapters.Adapter, got {type(adapter).__name__}")
-    ADAPTERS[:] = [known for known in ADAPTERS if known.model != adapter.model] + [adapter]
+        raise UsageTypeError(f"register takes a torchsbp.adapters.Adapter, got {type(adapter).__name__}")
+    ADAPTERS[:] = [known for known in ADAPTERS if known.name != adapter.name] + [adapter]
 
 
-def registered(model: str) -> Adapter:
-    """The adapter of that model class."""
-    found = [adapter for adapter in ADAPTERS if adapter.model == model]
-    if not found:
-        raise ValueError(f"no adapter for {model}: call torchsbp.register(adapter) before loading its patched model")
-    return found[0]
+def registered(family: str, model: str) -> Layout:
+    """The layout of that model class in the adapter of that name."""
+    layouts = (layout for adapter in ADAPTERS if adapter.name == family for layout in adapter.layouts)
+    found = next((layout for layout in layouts if layout.model == model), None)
+    if found is None:
+        raise UsageError(f"no adapter for {model}: call torchsbp.register(adapter) before loading its patched model")
+    return found

@@ -1,112 +1,156 @@
-"""An adapter: one model family, described. Which stages and blocks it has, and what these are made of."""
+"""An adapter: one model family, described. What its blocks are made of, and in which layouts they stand."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
-from .parts import Parts, find, qualified
+from ..ops.rules import RULES
+from .layouts import Grid, Layout, last_blocks
+from .names import class_name, class_of, find, inside, qualified
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+RECORDERS = ("transformers.utils.output_capturing",)  # modules whose hooks record outputs where a caller asks for them
+NAME = "sbp"
+"""The one attribute that patching puts into a module."""
+
+Bound = tuple[nn.Module, Any]
+"""A module, and what it is: a description, or a part of a described block that does something of its own there."""
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Blocks of one resolution, as dotted names in the model, and the layer that leads into them.
+class Description:
+    """What a block is made of, as dotted names in it.
 
-    ``shrink``: the grid before that layer -> the one behind it; None: read from its last convolution.
+    ``idle`` names parts that must do nothing: inner dropout, extra norms, gates. ``classes`` says of which classes the
+    modules that hold the parts must be: another one may compute something else from the same parts. ``ignored`` names
+    keyword arguments of the block's forward that change nothing in it.
     """
 
-    blocks: tuple[str, ...]
-    downsample: str = ""
-    shrink: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None
+    idle: tuple[str, ...] = ()
+    classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+
+    kind: ClassVar[str]
+    meaning: ClassVar[str]
+    """How backward runs: a word for the user, and what that means."""
+    called: ClassVar[tuple[str, ...]] = ()
+    """Fields whose modules are still called as modules; of the others the ops only read the parameters."""
+    hooks: ClassVar[str] = "would not run in training"
+    rules: ClassVar[tuple[str, ...]] = tuple(RULES)
+    """The attention rules that the ops have for such a block."""
+
+    def problems(self, block: nn.Module) -> Iterator[str]:
+        """Why the ops can't run this block, one sentence each; nothing if they can."""
+        for name, allowed in self.classes.items():
+            if class_of(find(block, name)) not in allowed:
+                yield f"{name} is {class_of(find(block, name))}; supported: {', '.join(allowed)}"
+        if "forward" in vars(block):
+            yield "its forward was replaced, which hides the one for training; restore its class's"
+        called = [getattr(self, name) for name in self.called]
+        for name, module in block.named_modules():
+            if name and not any(inside(name, part) for part in called):
+                yield from self._altered(name, module)
+        for name in self.idle:
+            part = find(block, name)
+            if not (part is None or part in (0, False) or isinstance(part, nn.Identity) or _idle_dropout(part)):
+                yield f"{name} is {part}, which is not supported (allowed: absent, Identity, Dropout with p=0)"
+
+    def _altered(self, name: str, module: nn.Module) -> Iterator[str]:
+        if "forward" in vars(module):
+            yield f"{name} has a forward that is not its class's, which {self.hooks}"
+        if any(_acts(hook) for kind in HOOKS for hook in (getattr(module, kind) or {}).values()):
+            yield f"{name} has hooks, which {self.hooks}; remove them first"
+
+    def bindings(self, block: nn.Module) -> Iterator[Bound]:
+        """The modules that behave otherwise in training: the block itself, and parts of it."""
+        yield block, self
+
+    def heads_of(self, block: nn.Module) -> int:
+        """The number of heads that can be sampled; 0: none."""
+        return 0
+
+    def partition_of(self, block: nn.Module) -> Callable[[Grid], Any] | None:
+        """How the block cuts a grid into windows; None if it does not."""
+        return None
 
 
-def output_grid(entry: nn.Module, x: Tensor, y: Tensor) -> tuple[int, ...]:
-    """The grid of an entry whose output is a feature map ``[B, C, h, w]`` or ``[B, C, t, h, w]``."""
-    return tuple(y.shape[2:])
+@dataclass(frozen=True)
+class Plain(Description):
+    """A block that is not sampled and stays as it is: its rows meet everywhere, or batch norm must see them all."""
+
+    kind: ClassVar[str] = "plain"
+    meaning: ClassVar[str] = "stays as it is"
+    rules: ClassVar[tuple[str, ...]] = ()
+
+    def problems(self, block: nn.Module) -> Iterator[str]:
+        return iter(())
+
+    def bindings(self, block: nn.Module) -> Iterator[Bound]:
+        return iter(())
 
 
-def last_blocks(depths: list[int], fraction: float | None = None) -> list[range]:
-    """The last two thirds of a model with one stage, as the papers sample a ViT (8 of 12)."""
-    (depth,) = depths
-    return [range(depth - max(1, round(depth * (2 / 3 if fraction is None else fraction))), depth)]
+def _acts(hook: Any) -> bool:
+    return getattr(hook, "__module__", "") not in RECORDERS
+
+
+def _idle_dropout(part: Any) -> bool:
+    return isinstance(part, nn.Dropout) and part.p == 0
+
+
+Descriptions = Description | tuple[Description, ...]
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A model family.
+    """A model family: descriptions of its blocks, and the layouts in which these stand.
 
-    - ``model``: the model class or its qualified name; subclasses match too.
-    - ``blocks``: block class or its qualified name -> its parts, or several descriptions of them, of which the first
-      that has no problems with a block is taken; blocks of other classes are refused.
-    - ``entry``: dotted name of the module that makes positions of images; it runs once per forward, before the blocks.
-    - ``grid``: (entry, its input, its output) -> the grid (h, w) or (t, h, w) of the first stage.
-    - ``stages``: dotted name of the list of all blocks, which are one stage then, or model -> its stages, in order.
-    - ``prefix``: number of class and register tokens in front, which are always kept, or model -> that number.
-    - ``recipe``: (blocks per stage, fraction or None) -> how the papers choose: for each stage a slice of its blocks.
-    - ``downsample``: parts of the layers between stages, described as blocks are; None where there are none to sample.
+    - ``blocks``: block class or its qualified name -> its description, or several, of which the first that has no
+      problems with a block is taken; blocks of other classes are refused.
+    - ``layouts``: of the model class, and of the classes that hold its blocks otherwise.
+    - ``default_blocks``: (blocks per stage, fraction or None) -> how the papers choose: for each stage a slice.
+    - ``downsample``: descriptions of the layers between stages; None where there are none to sample.
     """
 
     name: str
-    model: str | type[nn.Module]
-    blocks: Mapping[Any, Parts | tuple[Parts, ...]]
-    entry: str = "patch_embed"
-    grid: Callable[[nn.Module, Tensor, Tensor], tuple[int, ...]] = output_grid
-    stages: str | Callable[[nn.Module], list[Stage]] = "blocks"
-    prefix: int | Callable[[nn.Module], int] = 0
-    recipe: Callable[[list[int], float | None], list[range]] = last_blocks
-    downsample: Parts | tuple[Parts, ...] | None = None
+    blocks: Mapping[Any, Descriptions]
+    layouts: Layout | tuple[Layout, ...]
+    default_blocks: Callable[[list[int], float | None], list[range]] = last_blocks
+    downsample: Descriptions | None = None
 
     def __post_init__(self) -> None:
-        named = {class_name(block): parts for block, parts in self.blocks.items()}
+        named = {class_name(block): descriptions for block, descriptions in self.blocks.items()}
         object.__setattr__(self, "blocks", named)
-        object.__setattr__(self, "model", class_name(self.model))
+        layouts = (self.layouts,) if isinstance(self.layouts, Layout) else self.layouts
+        object.__setattr__(self, "layouts", tuple(replace(layout, family=self.name) for layout in layouts))
 
-    def __reduce__(self) -> Any:
-        """By name, since its functions may have none: who loads a patched model has registered the adapter."""
-        from . import registered
+    def layout_for(self, model: nn.Module) -> Layout | None:
+        """The layout of the model's class or of a class it derives from."""
+        assert isinstance(self.layouts, tuple)
+        names = {qualified(cls) for cls in type(model).__mro__}
+        found = next((layout for layout in reversed(self.layouts) if layout.model in names), None)
+        if found is not None and found.holds_any and not any(self.knows(module) for module in model.modules()):
+            return None
+        return found
 
-        return registered, (self.model,)
+    def knows(self, module: nn.Module) -> bool:
+        """Whether it is one of the described blocks."""
+        return qualified(module) in self.blocks
 
-    def stages_of(self, model: nn.Module) -> list[Stage]:
-        if callable(self.stages):
-            return self.stages(model)
-        return [Stage(tuple(f"{self.stages}.{key}" for key in find(model, self.stages)._modules))]
-
-    def prefix_of(self, model: nn.Module) -> int:
-        return self.prefix if isinstance(self.prefix, int) else self.prefix(model)
-
-    def parts(self, block: nn.Module) -> Parts | None:
+    def describe(self, block: nn.Module) -> Description | None:
         """The description that fits a block; None for another class."""
         return fitting(self.blocks.get(qualified(block), ()), block)
 
+    def sampled(self, block: nn.Module) -> bool:
+        """Whether the block can be sampled at all."""
+        return not isinstance(self.describe(block), Plain)
 
-def fitting(described: Parts | tuple[Parts, ...], module: nn.Module) -> Parts | None:
+
+def fitting(descriptions: Descriptions, module: nn.Module) -> Description | None:
     """The first description that fits the module; if none does, the last of those with the fewest problems."""
-    choices = described if isinstance(described, tuple) else (described,)
-    counts = [len(list(parts.problems(module))) for parts in choices]
+    choices = descriptions if isinstance(descriptions, tuple) else (descriptions,)
+    counts = [len(list(its.problems(module))) for its in choices]
     if 0 in counts:
         return choices[counts.index(0)]
     return choices[max(i for i, count in enumerate(counts) if count == min(counts))] if choices else None
-
-
-def class_name(cls: str | type) -> str:
-    return cls if isinstance(cls, str) else qualified(cls)
-
-
-def early_stages(depths: list[int], fraction: float | None = None) -> list[range]:
-    """As the papers sample a ConvNeXt: stages 1 and 2, the first 6 of 9 or 21 of 27 blocks of stage 3, none of stage 4;
-    and a Video Swin, where that is 4 of 6.
-
-    A third stage of another depth is sampled in the proportion of the nearer of the two. ``fraction`` counts all blocks
-    from the first.
-    """
-    if fraction is None:
-        third = depths[2] if len(depths) > 2 else 0
-        wanted = [*depths[:2], round(third * (6 / 9 if third < 18 else 21 / 27))]
-    else:
-        left, wanted = max(1, round(sum(depths) * fraction)), []
-        for depth in depths:
-            wanted.append(min(depth, left))
-            left -= wanted[-1]
-    return [range(n) for n in (*wanted, *[0] * len(depths))[: len(depths)]]

@@ -1,16 +1,23 @@
-"""torchvision: ViT and ConvNeXt."""
+"""torchvision: ViT, ConvNeXt, Swin and Video Swin."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from torch import nn
 
-from .base import Adapter, Stage, early_stages
-from .parts import ConvBlock, Downsample, TransformerBlock
+from . import windowed as W
+from .base import Adapter
+from .layouts import Grid, Layout, Stage, channels_last_grid, early_stages, halved
+from .lean import LINEARS, ConvBlock, Downsample, TransformerBlock
+from .names import find
+from .windowed import Windowed
 
 VIT = Adapter(
     name="torchvision ViT",
-    model="torchvision.models.vision_transformer.VisionTransformer",
-    entry="conv_proj",
-    stages="encoder.layers",
-    prefix=1,
+    layouts=Layout(
+        "torchvision.models.vision_transformer.VisionTransformer", "conv_proj", stages="encoder.layers", prefix=1
+    ),
     blocks={
         "torchvision.models.vision_transformer.EncoderBlock": TransformerBlock(
             idle=(
@@ -53,9 +60,7 @@ def convnext_stages(model: nn.Module) -> list[Stage]:
 
 CONVNEXT = Adapter(
     name="torchvision ConvNeXt",
-    model="torchvision.models.convnext.ConvNeXt",
-    entry="features.0",
-    stages=convnext_stages,
+    layouts=Layout("torchvision.models.convnext.ConvNeXt", "features.0", stages=convnext_stages),
     blocks={
         "torchvision.models.convnext.CNBlock": ConvBlock(
             conv="block.0",
@@ -67,6 +72,80 @@ CONVNEXT = Adapter(
             drop="stochastic_depth",
         )
     },
-    recipe=early_stages,
+    default_blocks=early_stages,
     downsample=Downsample(),
 )
+
+
+def swin_stages(first: int, model: nn.Module) -> list[Stage]:
+    """``features`` alternates: blocks of a stage, patch merging, …"""
+    features = find(model, "features")
+    stages = []
+    for i in range(first, len(features), 2):
+        blocks = tuple(f"features.{i}.{j}" for j in range(len(features[i])))
+        stages.append(Stage(blocks) if i == first else Stage(blocks, f"features.{i - 1}", halved))
+    return stages
+
+
+def unshifted_sizes(block: Any, grid: Grid) -> tuple[Grid, Grid]:
+    """A grid of one window is not shifted."""
+    window = tuple(block.attn.window_size)
+    return window, tuple(0 if n <= w else s for n, w, s in zip(grid, window, block.attn.shift_size, strict=True))
+
+
+def shrunk_sizes(block: Any, grid: Grid) -> tuple[Grid, Grid]:
+    """Video Swin: nor is its window larger than the grid."""
+    window, shift = unshifted_sizes(block, grid)
+    return tuple(min(n, w) for n, w in zip(grid, window, strict=True)), shift
+
+
+def swin_block(attention: str, **changes: Any) -> Windowed:
+    """Attention is of that class; its projection is a linear layer."""
+    description = Windowed(
+        idle=("attn.attention_dropout", "attn.dropout"),
+        classes={"attn": (f"torchvision.models.{attention}",), "attn.qkv": LINEARS},
+        attention_drop="stochastic_depth",
+        mlp_drop="stochastic_depth",
+        sizes=unshifted_sizes,
+        pads_first=True,
+        kept_query_attention=W.torchvision_attention,
+    )
+    return replace(description, **changes)
+
+
+BLOCK = "torchvision.models.swin_transformer.SwinTransformerBlock"
+
+SWIN = Adapter(
+    name="torchvision Swin",
+    layouts=Layout(
+        "torchvision.models.swin_transformer.SwinTransformer", "features.0", channels_last_grid, partial(swin_stages, 1)
+    ),
+    default_blocks=early_stages,
+    blocks={
+        BLOCK: swin_block("swin_transformer.ShiftedWindowAttention"),
+        f"{BLOCK}V2": swin_block(
+            "swin_transformer.ShiftedWindowAttentionV2",
+            post_norm=True,
+            kept_query_attention=W.torchvision_v2_attention,
+        ),
+    },
+)
+
+VIDEO_SWIN = Adapter(
+    name="torchvision Video Swin",
+    layouts=Layout(
+        "torchvision.models.video.swin_transformer.SwinTransformer3d",
+        grid=channels_last_grid,
+        stages=partial(swin_stages, 0),
+    ),
+    default_blocks=early_stages,
+    blocks={
+        BLOCK: swin_block(
+            "video.swin_transformer.ShiftedWindowAttention3d",
+            sizes=shrunk_sizes,
+            kept_query_attention=W.torchvision_3d_attention,
+        )
+    },
+)
+
+ADAPTERS = (VIT, CONVNEXT, SWIN, VIDEO_SWIN)

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: ViT, DeiT, DINOv2, DINOv3, the vision towers of CLIP and SigLIP, VideoMAE, ConvNeXt.
+"""Hugging Face transformers: ViT, DeiT, DINOv2, DINOv3, the vision towers of CLIP and SigLIP, VideoMAE, ConvNeXt, Swin.
 
 Releases name the same parts differently: a block class with two descriptions has had both.
 """
@@ -9,11 +9,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from .base import Adapter, Stage, class_name, early_stages
-from .parts import ConvBlock, DownsampleList, Parts, TransformerBlock, find
-from .residual import Mixer, Residual
+from ..errors import UsageError
+from . import windowed as W
+from .base import Adapter, Description
+from .layouts import Grid, Layout, Stage, early_stages, halved
+from .lean import ConvBlock, DownsampleList, TransformerBlock
+from .names import find
+from .rerun import Mixer, Residual
+from .windowed import Windowed
 
 OLDEST = (5, 6)  # before, the towers of CLIP and SigLIP were nested otherwise and VideoMAE's biases lay elsewhere
 
@@ -25,7 +30,7 @@ def check_version() -> None:
     version = sys.modules["transformers"].__version__
     if tuple(int(number) for number in version.split(".")[:2]) < OLDEST:
         oldest = ".".join(str(number) for number in OLDEST)
-        raise ValueError(f"transformers {version} is not supported; install transformers >= {oldest}")
+        raise UsageError(f"transformers {version} is not supported; install transformers >= {oldest}")
 
 
 def one_stage(names: tuple[str, ...], model: nn.Module) -> list[Stage]:
@@ -134,10 +139,15 @@ def tower_block(cls: str) -> TransformerBlock:
     return block(cls, "layer_norm1", "layer_norm2", SELF_ATTN, MLP, classes=classes)
 
 
+def with_backbone(layout: Layout) -> tuple[Layout, ...]:
+    """The same in the class that gives feature maps."""
+    return layout, replace(layout, model=f"{str(layout.model).removesuffix('Model')}Backbone")
+
+
 def transformer(
     name: str,
     cls: str,
-    *descriptions: Parts,
+    *descriptions: Description,
     prefix: Prefix = 0,
     model: str = "Model",
     entry: str = "embeddings.patch_embeddings.projection",
@@ -145,14 +155,8 @@ def transformer(
     blocks: tuple[str, ...] = ("encoder.layer",),
 ) -> Adapter:
     """The adapter of a family with one stage whose entry is the convolution that makes patches."""
-    return Adapter(
-        name=f"transformers {name}",
-        model=cls + model,
-        entry=entry,
-        stages=partial(one_stage, blocks),
-        blocks={cls + block: descriptions},
-        prefix=prefix,
-    )
+    layout = Layout(cls + model, entry, stages=partial(one_stage, blocks), prefix=prefix)
+    return Adapter(f"transformers {name}", {cls + block: descriptions}, with_backbone(layout))
 
 
 def vit(name: str, cls: str, prefix: int) -> Adapter:
@@ -181,20 +185,47 @@ def convnext(name: str, cls: str) -> Adapter:
     names = {"conv": "dwconv", "norm": "layernorm", "fc1": "pwconv1", "act": "act", "fc2": "pwconv2"}
     return Adapter(
         name=f"transformers {name}",
-        model=f"{cls}Model",
-        entry="embeddings.patch_embeddings",
-        stages=convnext_stages,
+        layouts=with_backbone(Layout(f"{cls}Model", "embeddings.patch_embeddings", stages=convnext_stages)),
         blocks={f"{cls}Layer": ConvBlock(**names, scale="layer_scale_parameter")},  # type: ignore[arg-type]
-        recipe=early_stages,
+        default_blocks=early_stages,
         downsample=DownsampleList(),
     )
 
 
-def backbone(adapter: Adapter) -> Adapter:
-    """The same parts in the class that gives feature maps."""
-    return replace(
-        adapter, name=f"{adapter.name} backbone", model=class_name(adapter.model).removesuffix("Model") + "Backbone"
+def swin_stages(model: nn.Module) -> list[Stage]:
+    """Patch merging ends the stage before."""
+    stages = []
+    for i, stage in enumerate(find(model, "encoder.layers")):
+        blocks = tuple(f"encoder.layers.{i}.blocks.{j}" for j in range(len(stage.blocks)))
+        stages.append(Stage(blocks, f"encoder.layers.{i - 1}.downsample", halved) if i else Stage(blocks))
+    return stages
+
+
+def given_grid(entry: nn.Module, x: Tensor, y: Any) -> Grid:
+    """Behind its tokens, the embedding gives their grid."""
+    return tuple(y[1])
+
+
+def clamped_sizes(block: Any, grid: Grid) -> tuple[Grid, Grid]:
+    """Square windows, no larger than the shorter side; then there is no shift at all."""
+    window, shift = W.own_sizes(block, grid)
+    shorter = min(grid)
+    return (window, shift) if shorter > window[0] else ((shorter,) * len(grid), (0,) * len(grid))
+
+
+def swin(name: str, cls: str, description: Windowed) -> Adapter:
+    layout = Layout(f"{cls}Model", "embeddings", given_grid, swin_stages)
+    block = replace(
+        description,
+        classes={"attention": (f"{cls}Attention",)},
+        attention="attention",
+        attention_norm="layernorm_before",
+        attention_drop="drop_path",
+        mlp_norm="layernorm_after",
+        pads_first=True,
+        pair=True,
     )
+    return Adapter(f"transformers {name}", {f"{cls}Layer": block}, layout, early_stages)
 
 
 REGISTERS_CLASSES = family("dinov2_with_registers", "Dinov2WithRegisters")
@@ -216,8 +247,26 @@ CLIP = tower("CLIP vision", family("clip", "CLIP"), prefix=1)
 SIGLIP = tower("SigLIP vision", family("siglip", "Siglip"), prefix=0)
 VIDEOMAE = transformer("VideoMAE", VIDEOMAE_CLASSES, nested_block(VIDEOMAE_CLASSES))
 CONVNEXT = convnext("ConvNeXt", family("convnext", "ConvNext"))
-
-ADAPTERS = (
-    *(VIT, DEIT, DINOV2, DINOV2_REGISTERS, DINOV3, CLIP, SIGLIP, VIDEOMAE, CONVNEXT),
-    *(backbone(adapter) for adapter in (DINOV2, DINOV2_REGISTERS, DINOV3, CONVNEXT)),
+SWIN = swin(
+    "Swin",
+    family("swin", "Swin"),
+    Windowed(
+        idle=("attention.attention_dropout",),
+        mlp_drop="",
+        sizes=clamped_sizes,
+        kept_query_attention=W.transformers_attention,
+        fixed="always_partition",
+    ),
 )
+SWIN_V2 = swin(
+    "Swin v2",
+    family("swinv2", "Swinv2"),
+    Windowed(
+        mlp="intermediate output",
+        mlp_drop="drop_path",
+        post_norm=True,
+        kept_query_attention=W.transformers_v2_attention,
+    ),
+)
+
+ADAPTERS = (VIT, DEIT, DINOV2, DINOV2_REGISTERS, DINOV3, CLIP, SIGLIP, VIDEOMAE, CONVNEXT, SWIN, SWIN_V2)

@@ -5,8 +5,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..adapters import find_backbones
 from ..config import KeepRatio, SBPConfig, configured
-from ..patch import apply, entries, find_backbones, nothing_found, set_step
+from ..errors import UsageError
+from ..patching.apply import apply, set_step
+from ..patching.entry import entries
+from ..patching.survey import nothing_found
 
 
 class Patcher:
@@ -33,16 +37,16 @@ class Patcher:
         """When training begins: an error unless the model is patched, and with this configuration."""
         model, name = root.get_submodule(self.module), type(self).__name__
         if not any(find_backbones(model)):
-            raise ValueError(nothing_found(model))
-        found = [entry.sbp.masks.config for _, entry in entries(model)]
+            raise UsageError(nothing_found(model))
+        found = [entry.config for entry, _ in entries(model)]
         if not found:
-            raise ValueError(
+            raise UsageError(
                 f"{type(model).__name__} is not patched: {name} was added to the trainer, or the model was built, too "
                 f"late. Give {name} to the trainer when that is made; where a model is built later (configure_model, "
                 f"model_init), call torchsbp.apply(model, config=config) there and give {name} the same config."
             )
         if any(config != self.config for config in found):
-            raise ValueError(
+            raise UsageError(
                 f"the model is patched with {found[0]}, but {name} has {self.config}. Give {name} the same config, or "
                 "call torchsbp.remove(model) before training."
             )
@@ -60,7 +64,7 @@ class Patcher:
     def report(self, root: nn.Module) -> dict[str, float]:
         """The mean keep-ratio of the sampled modules and, on a GPU, the peak memory since training began."""
         model = root.get_submodule(self.module)
-        ratios = [ratio for _, entry in entries(model) for ratio in entry.sbp.masks.ratios]
+        ratios = [ratio for entry, _ in entries(model) for ratio in entry.masks.ratios or ()]
         values = {"sbp/keep_ratio": sum(ratios) / len(ratios)}
         device = device_of(model)
         if device.type == "cuda":

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .estimating import Estimate
-from .measuring import Measurement
+from ..errors import UsageError
+from .estimate import Estimate
+from .measure import Measurement
 from .sizes import MIB
 
 FORMATS = (".png", ".svg")
@@ -29,7 +30,7 @@ Result = Estimate | Measurement
 
 def check_format(path: Path) -> None:
     if path.suffix.lower() not in FORMATS:
-        raise ValueError(
+        raise UsageError(
             f"{str(path)!r} is not allowed as a chart; allowed: a file name that ends in {' or '.join(FORMATS)}"
         )
 
@@ -76,7 +77,7 @@ def draw(results: Mapping[str, Result], title: str, path: Path) -> None:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise ValueError("a chart needs matplotlib: pip install matplotlib") from error
+        raise UsageError("a chart needs matplotlib: pip install matplotlib") from error
 
     count, most = len(results), max(len(result.saved) for result in results.values())
     width = max(2.4, min(4.5, 0.9 + 0.17 * most))

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from .. import masks
 from ..ops import attention, block, downsample, mlp, sdpa, steps
 from ..ops import rows as R
+from ..sampling import masks
 
 aten = torch.ops.aten
 sdpa_of_torch = F.scaled_dot_product_attention

@@ -2,6 +2,8 @@
 
 import re
 
+from ..errors import UsageError, UsageTypeError
+
 UNITS = {
     "": 1, "b": 1,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -13,14 +15,14 @@ MIB = 2**20
 def parse_size(size: int | float | str) -> int:
     """Bytes of a number, or of a text such as "16GiB", "16 GB", "8000MiB"."""
     if isinstance(size, bool) or not isinstance(size, (int, float, str)):
-        raise TypeError(f"a size is a number of bytes or a text such as '16GiB', got {size!r}")
+        raise UsageTypeError(f"a size is a number of bytes or a text such as '16GiB', got {size!r}")
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", str(size))
     if found is None or found[2].lower() not in UNITS:
         units = "B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (of 1024)"
-        raise ValueError(f"size {size!r} is not understood; write a number and a unit, '16GiB'; units: {units}")
+        raise UsageError(f"size {size!r} is not understood; write a number and a unit, '16GiB'; units: {units}")
     bytes_ = int(float(found[1]) * UNITS[found[2].lower()])
     if bytes_ <= 0:
-        raise ValueError(f"size {size!r} is not allowed; allowed: sizes above 0")
+        raise UsageError(f"size {size!r} is not allowed; allowed: sizes above 0")
     return bytes_
 
 

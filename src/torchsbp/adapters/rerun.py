@@ -6,9 +6,10 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from .parts import Parts, find, inside, qualified
+from .base import Bound, Description
+from .names import bare_name, find, inside, missing
 
-DROP_PATHS = ("DropPath", "StochasticDepth")  # how the names of such classes end: most libraries have their own
+STOCHASTIC_DEPTH = ("DropPath", "StochasticDepth")  # how names of such classes end: most libraries have their own
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,34 @@ class Mixer:
 
 
 @dataclass(frozen=True)
-class RunAgain(Parts):
-    """Parts whose own forward is run again in backward."""
+class Source:
+    """The module from which a mixer is given all rows, also in a run on kept ones."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A part whose randomness is drawn once for both runs: stochastic depth, dropout that sees no rows."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Shortcut:
+    """The module on the residual path."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Response:
+    """A global response norm, whose statistic is over all rows."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class RunAgain(Description):
+    """A block whose own forward is run again in backward."""
 
     kind: ClassVar[str] = "run again"
     meaning: ClassVar[str] = "its own forward runs again on kept rows"
@@ -74,11 +101,18 @@ class Residual(RunAgain):
     def members(self, block: nn.Module) -> list[Mixer]:
         return [member for mixer in self.mixers for member in mixer.members(block)]
 
-    def draws(self, block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """Parts whose randomness is drawn once for both runs: stochastic depth, dropout that does not see rows."""
+    def bindings(self, block: nn.Module) -> Iterator[Bound]:
+        yield from super().bindings(block)
+        for mixer in self.members(block):
+            yield find(block, mixer.name), mixer
+            if mixer.whole:
+                yield find(block, mixer.source), Source()
         for name, module in block.named_modules():
-            if is_drop_path(module) or (dropout_rate(module) and self._is_constant(name)):
-                yield name, module
+            if is_stochastic_depth(module) or (dropout_rate(module) and self._is_constant(name)):
+                yield module, Draw(name)
+        shortcut = self.path(block)
+        if shortcut is not None:
+            yield shortcut, Shortcut(self.shortcut)
 
     def path(self, block: nn.Module) -> nn.Module | None:
         """The module on the residual path, None where that is the input itself."""
@@ -90,9 +124,7 @@ class Residual(RunAgain):
         yield from not_row_by_row(block, self.constant)
         members = self.members(block)
         for mixer in members:
-            for name in (mixer.name, *mixer.source.split()):
-                if not isinstance(find(block, name), nn.Module):
-                    yield f"{name} is missing"
+            yield from missing(block, mixer.name, *mixer.source.split())
         if not members or any(mixer.whole for mixer in members):
             return
         for name, module in block.named_modules():
@@ -122,6 +154,12 @@ class PointwiseBlock(RunAgain):
     pool: str = ""
     shortcut: str = ""
 
+    def bindings(self, block: nn.Module) -> Iterator[Bound]:
+        yield from super().bindings(block)
+        response = find(block, self.response)
+        if response is not None:
+            yield response, Response(self.response)
+
     def dim(self, block: nn.Module) -> int:
         """Where rows are in the input of f."""
         layers = (layer for name in self.pointwise for layer in find(block, name).modules())
@@ -129,9 +167,7 @@ class PointwiseBlock(RunAgain):
 
     def problems(self, block: nn.Module) -> Iterator[str]:
         yield from super().problems(block)
-        for name in (self.conv, *self.pointwise):
-            if not isinstance(find(block, name), nn.Module):
-                yield f"{name} is missing"
+        yield from missing(block, self.conv, *self.pointwise)
         for name in self.pointwise:
             yield from not_row_by_row(find(block, name), prefix=f"{name}.")
 
@@ -158,14 +194,9 @@ def not_row_by_row(block: nn.Module | None, constant: tuple[str, ...] = (), pref
             yield f"{found} is {bare_name(module)}, whose statistics would be those of kept rows"
 
 
-def bare_name(module: nn.Module) -> str:
-    """The name of its own class, without where that is from."""
-    return qualified(module).rpartition(".")[2]
-
-
-def is_drop_path(module: nn.Module) -> bool:
+def is_stochastic_depth(module: nn.Module) -> bool:
     """Stochastic depth, of any library."""
-    return bare_name(module).endswith(DROP_PATHS)
+    return bare_name(module).endswith(STOCHASTIC_DEPTH)
 
 
 def dropout_rate(module: nn.Module) -> float:

@@ -1,41 +1,15 @@
-"""The blocks of a model, whatever its library, and what each of them saves for backward."""
+"""What a model saves for backward, by module and by block."""
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from ..sites import recomputing
-
-CONTAINERS = (nn.Sequential, nn.ModuleList)
-
-
-def is_block(module: nn.Module) -> bool:
-    """Of a library's own class, made of modules with parameters: neither a layer nor a chain."""
-    own = not type(module).__module__.startswith("torch.nn.") and not isinstance(module, CONTAINERS)
-    return own and any(next(child.parameters(), None) is not None for child in module.children())
-
-
-def block_names(model: nn.Module) -> list[str]:
-    """The residual blocks: members of a chain, the outermost ones that are not themselves made of a chain of blocks."""
-    return list(_blocks(model, ""))
-
-
-def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
-    for name, child in module.named_children():
-        if isinstance(module, CONTAINERS) and is_block(child) and not _is_stage(child):
-            yield prefix + name
-        else:
-            yield from _blocks(child, f"{prefix}{name}.")
-
-
-def _is_stage(module: nn.Module) -> bool:
-    chains = (m for m in module.modules() if isinstance(m, CONTAINERS) and len(m))
-    return any(all(is_block(child) for child in chain) for chain in chains)
+from ..patching.site import recomputing
 
 
 class Running:
@@ -132,12 +106,12 @@ class Saved:
         self.running.__exit__(*exc)
 
 
-Parts = dict[str, dict[str, int]]
+SavedByPart = dict[str, dict[str, int]]
 
 
-def by_block(by_module: Mapping[str, int], blocks: list[str]) -> Parts:
+def by_block(by_module: Mapping[str, int], blocks: list[str]) -> SavedByPart:
     """Block -> its part (the child that saves; "" is the block itself) -> bytes. What no block saves is under ""."""
-    result: Parts = {name: {} for name in (*blocks, "")}
+    result: SavedByPart = {name: {} for name in (*blocks, "")}
     owners = set(blocks)
     for name, size in by_module.items():
         steps = name.split(".")

@@ -1,7 +1,7 @@
 """Windows: how attention layers cut a grid, and equally many kept positions in each of them.
 
-A grid is padded to whole windows and rolled back by a shift, in one order or the other. *Places* number what results,
-window after window.
+A grid is padded to whole windows and rolled back by a shift, in one order or the other. *Slots* are what results, window
+after window.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .ops.windows import Windows
+from ..ops.windows import Windows
 
 Grid = tuple[int, ...]
 
@@ -51,12 +51,12 @@ class Partition:
         return x.permute(*(2 * d for d in dims), *(2 * d + 1 for d in dims)).reshape(-1, self.area)
 
     def positions(self, device: torch.device) -> Tensor:
-        """The position at every place, ``[windows, area]``; n, their number, where there is padding."""
+        """The position in every slot, ``[windows, area]``; n, their number, where there is padding."""
         n = math.prod(self.grid)
         return self.cut(torch.arange(n, device=device).view(self.grid), n)
 
     def regions(self, device: torch.device) -> Tensor | None:
-        """Numbers of the places, ``[windows, area]``, that differ where rolling made neighbours of opposite edges."""
+        """Numbers of the slots, ``[windows, area]``, that differ where rolling made neighbours of opposite edges."""
         if not any(self.shift):
             return None
         padded = tuple(count * w for count, w in zip(self.counts, self.window, strict=True))
@@ -77,7 +77,7 @@ class Partition:
         return sum(math.prod(times) * min(k, math.prod(size)) for size, times in sides)
 
 
-def keep(order: Tensor, partition: Partition, ratio: float) -> tuple[Tensor, Windows]:
+def first_in_each(order: Tensor, partition: Partition, ratio: float) -> tuple[Tensor, Windows]:
     """The first max(1, round(r · area)) positions of every window by the order ``[samples, n]``.
 
     Positions ``[samples, kept]`` come window after window. Padding is last in a window: it fills the count where there
@@ -90,9 +90,9 @@ def keep(order: Tensor, partition: Partition, ratio: float) -> tuple[Tensor, Win
     rank = rank.index_select(1, position.flatten()).view(samples, -1, area)
     slots = rank.argsort(dim=2, stable=True)[:, :, :k]
     kept = position.expand(samples, -1, -1).gather(2, slots).flatten(1)
-    places = position.flatten().argsort()[:n]
+    slot_of_row = position.flatten().argsort()[:n]
     total, filled = partition.total(k), None
     if total < kept.shape[1]:
         filled = (kept[0] == n).to(torch.int8).argsort(stable=True)[:total]
         kept = kept.index_select(1, filled)
-    return kept, Windows(partition.grid, partition.window, places, slots, filled, partition.regions(order.device))
+    return kept, Windows(partition.grid, partition.window, slot_of_row, slots, filled, partition.regions(order.device))

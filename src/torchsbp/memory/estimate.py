@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from ..adapters.blocks import blocks_of
 from ..config import SBPConfig, one_of
-from ..patch import apply, patched_modules, remove
+from ..errors import UsageError, UsageTypeError
+from ..patching.apply import apply, remove
+from ..patching.site import patched_modules
 from . import cuda
-from .blocks import Parts, Saved, block_names, by_block
 from .live import Live, no_workspace
+from .saved import Saved, SavedByPart, by_block
 from .sizes import mib
 
 PRECISIONS: dict[str, torch.dtype | None] = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": None}
@@ -30,7 +33,7 @@ Model = nn.Module | Callable[[], nn.Module]
 Loss = Callable[[Any], Tensor]
 
 
-class RefusedError(ValueError):
+class RefusedError(UsageError):
     """The model does not run on the given input."""
 
 
@@ -54,7 +57,7 @@ class Estimate:
     input: int
     libraries: int
     saved: dict[str, int]
-    parts: Parts
+    parts: SavedByPart
     saved_elsewhere: int
     saved_at_peak: int
     gradients_at_peak: int
@@ -138,7 +141,7 @@ def estimate(
         one_of("config", config, PLAIN)
     shape = tuple(int(n) for n in input_shape)
     if not shape or min(shape) < 1:
-        raise ValueError(f"input_shape={tuple(input_shape)} is not allowed; allowed: sizes above 0, batch first")
+        raise UsageError(f"input_shape={tuple(input_shape)} is not allowed; allowed: sizes above 0, batch first")
     model = build(model)
     try:
         found = trace(model, shape, config, precision, device, loss)
@@ -155,7 +158,9 @@ def build(model: Model) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
     if not callable(model):
-        raise TypeError(f"model must be a torch.nn.Module or a function that builds one, got {type(model).__name__}")
+        raise UsageTypeError(
+            f"model must be a torch.nn.Module or a function that builds one, got {type(model).__name__}"
+        )
     with torch.device("meta"):
         return model()
 
@@ -185,7 +190,7 @@ def trace(
     model = fake_copy(model, mode)
     with mode, cuda.pretend() if device == "cuda" else nullcontext():
         model = prepared(model, config)
-        blocks = block_names(model)
+        blocks = blocks_of(model)
         x = input_for(model, shape)
         static = [*model.parameters(), *model.buffers(), x]
         saved, gradients = Saved(model, *static), Gradients(model)
@@ -259,9 +264,9 @@ def prepared(model: nn.Module, config: Config) -> nn.Module:
 
 def checkpoint_blocks(model: nn.Module, chosen: Callable[[nn.Module], bool] = lambda block: True) -> nn.Module:
     """``torch.utils.checkpoint`` around every chosen block, in place."""
-    names = block_names(model)
+    names = blocks_of(model)
     if not names:
-        raise ValueError(f"{type(model).__name__} has no chain of blocks to checkpoint")
+        raise UsageError(f"{type(model).__name__} has no chain of blocks to checkpoint")
     for name in names:
         block = model.get_submodule(name)
         if chosen(block):
@@ -288,7 +293,7 @@ def default_loss(output: Any) -> Tensor:
         return F.cross_entropy(scores, torch.zeros(len(output), dtype=torch.long, device=output.device))
     leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     if not leaves:
-        raise ValueError("the model's output has no gradient: nothing would be trained")
+        raise UsageError("the model's output has no gradient: nothing would be trained")
     return torch.stack([leaf.float().sum() for leaf in leaves]).sum()
 
 

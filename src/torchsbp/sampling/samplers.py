@@ -13,6 +13,8 @@ from operator import index
 import torch
 from torch import Tensor
 
+from ..errors import UsageError
+
 Shape = tuple[int, ...]
 Sampler = Callable[[Shape, Sequence[float], Tensor], Tensor]
 """(shape, ratios, key [samples]) -> order [samples, n] int64, a permutation of the positions per sample."""
@@ -50,7 +52,7 @@ def enlarge(order: Tensor, coarse: Shape, fine: Shape) -> Tensor:
     if coarse == fine:
         return order
     if len(coarse) != len(fine) or any(h > H for h, H in zip(coarse, fine, strict=True)):
-        raise ValueError(
+        raise UsageError(
             f"cannot enlarge a mask from grid {coarse} to grid {fine}: "
             "no dimension may shrink or be added; draw the mask on the smallest grid"
         )
@@ -78,7 +80,7 @@ def _count(shape: Shape, ratio: float) -> int:
     n = math.prod(shape)
     k = index(round(ratio * n))  # `index`: a constant under `torch.compile`, also after the ratio has changed
     if k == 0:
-        raise ValueError(
+        raise UsageError(
             f"image too small for the mask: ratio {ratio} keeps none of the {n} cells of grid {shape}; "
             f"use a larger image, or a ratio above 1/{2 * n} ({0.5 / n:.4g}), which keeps one"
         )
@@ -121,8 +123,8 @@ def _lattice(shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
         v = v.unsqueeze(-1) + multiplier * torch.arange(size, device=key.device)
     g = math.gcd(n, *[_count(shape, r) for r in ratios])
     start = key % (n // g) * g
-    places = (start[:, None] + torch.arange(n, device=key.device)) % n
-    return (v.flatten() % m).argsort(stable=True)[places]
+    turned = (start[:, None] + torch.arange(n, device=key.device)) % n
+    return (v.flatten() % m).argsort(stable=True)[turned]
 
 
 def _random(shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
@@ -161,7 +163,7 @@ def _frames(shape: Shape) -> Shape:
     """(t, h, w) -> (t, 1, 1): whole frames."""
     if len(shape) != 3:
         names = [name for name, sampler in SAMPLERS.items() if getattr(sampler, "units", None) is not _frames]
-        raise ValueError(
+        raise UsageError(
             f"samplers of frames need a video grid (t, h, w), found {shape}; for images use one of {names}"
         )
     return (shape[0], 1, 1)
@@ -193,7 +195,7 @@ def resolve(sampler: str | Sampler) -> Sampler:
     if callable(sampler):
         return sampler
     if sampler not in SAMPLERS:
-        raise ValueError(
+        raise UsageError(
             f"unknown sampler {sampler!r}; use one of {list(SAMPLERS)} "
             "or a callable (shape, ratios, key [samples]) -> order [samples, n]"
         )
@@ -206,6 +208,6 @@ def count(sampler: str | Sampler, shape: Shape, ratio: float) -> int:
     return enlarged_count(_count(units, ratio), units, shape)
 
 
-def keep(order: Tensor, k: int) -> Tensor:
+def first(order: Tensor, k: int) -> Tensor:
     """The kept set: the first k positions of each order, ascending, [samples, k]."""
     return order[:, :k].sort(dim=1).values

@@ -1,6 +1,6 @@
 """A block with attention in windows, described, and what each library's attention computes in a window.
 
-An answer takes the attention module, its input at kept rows ``x [windows, k, C]`` and at all rows ``everything
+Each function takes the attention module, its input at kept rows ``x [windows, k, C]`` and at all rows ``everything
 [windows, area, C]``, what is to be done to its position bias ``[heads, area, area]`` before that is added to the scores
 (its kept rows are taken, and the mask is added), and the size of a window.
 """
@@ -8,6 +8,7 @@ An answer takes the attention module, its input at kept rows ``x [windows, k, C]
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from operator import index
 from typing import Any
 
@@ -15,13 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..partitions import Grid, Partition
-from .mixers import attend, projections
-from .parts import find
-from .residual import Mixer, Residual
+from ..errors import UsageError
+from ..sampling.windows import Grid, Partition
+from .base import Bound
+from .names import find, missing
+from .queries import attend, projections
+from .rerun import Mixer, Residual
 
-Rows = Callable[[Tensor], Tensor]
-Answer = Callable[[Any, Tensor, Tensor, Rows, Grid], Tensor]
+ScoreBias = Callable[[Tensor], Tensor]
+KeptQueryAttention = Callable[[Any, Tensor, Tensor, ScoreBias, Grid], Tensor]
 Sizes = Callable[[Any, Grid], tuple[Grid, Grid]]
 
 LARGEST_SCALE = math.log(100)
@@ -36,9 +39,14 @@ def in_each(size: Any, grid: Grid) -> Grid:
     return (size,) * len(grid) if isinstance(size, int) else tuple(size)
 
 
-def relative_attention(m: Any, x: Tensor, everything: Tensor, rows: Rows, window: Grid) -> Tensor:
+def relative_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, window: Grid) -> Tensor:
     """timm's Swin."""
-    return attend(m, x, *projections(m, x, everything), rows(m._get_rel_pos_bias()))
+    return attend(m, x, *projections(m, x, everything), added(m._get_rel_pos_bias()))
+
+
+@dataclass(frozen=True)
+class Last:
+    """A norm behind a block's last sum."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class Windowed(Residual):
     - ``post_norm``: the norms come behind attention and the MLP, ``x + drop(norm(f(x)))``.
     - ``last``: a norm behind the second sum: a layer of its own, which is not sampled.
     - ``sizes``: (block, grid) -> sizes of window and shift; ``pads_first``: pads the grid before rolling it.
-    - ``answer``: attention of kept rows.
+    - ``kept_query_attention``: attention of kept rows.
     - ``pair``: the block returns a pair, its output and attention maps; none of these in training.
     - ``fixed``: an argument of the block that makes it take windows as they are, whatever ``sizes`` says.
     """
@@ -66,18 +74,27 @@ class Windowed(Residual):
     last: str = ""
     sizes: Sizes = own_sizes
     pads_first: bool = False
-    answer: Answer = relative_attention
+    kept_query_attention: KeptQueryAttention = relative_attention
     pair: bool = False
     fixed: str = ""
 
-    def partition(self, block: nn.Module, grid: Grid) -> Partition:
+    def bindings(self, block: nn.Module) -> Iterator[Bound]:
+        yield from super().bindings(block)
+        last = find(block, self.last)
+        if last is not None and not isinstance(last, nn.Identity):
+            yield last, Last()
+
+    def partition_of(self, block: nn.Module) -> Callable[[Grid], Partition]:
+        return partial(self._partition, block)
+
+    def _partition(self, block: nn.Module, grid: Grid) -> Partition:
         grid = tuple(index(n) for n in grid)  # constants under `torch.compile`, which unrolls what they count
         return Partition(grid, *self.sizes(block, grid), self.pads_first)
 
     def check_call(self, block: nn.Module, grid: Grid, arguments: Mapping[str, Any]) -> None:
         """An error if the windows of this call are others than those in which rows are kept."""
         if arguments.get(self.fixed) and self.sizes(block, grid) != own_sizes(block, grid):
-            raise ValueError(
+            raise UsageError(
                 f"{type(block).__name__} was called with {self.fixed}=True for a grid {grid} no larger than its window "
                 f"{block.window_size}: SBP supports that for larger grids only. Sample other blocks, with the option "
                 "blocks, or use a larger image."
@@ -85,9 +102,7 @@ class Windowed(Residual):
 
     def problems(self, block: nn.Module) -> Iterator[str]:
         yield from super().problems(block)
-        for name in (self.attention, self.attention_norm, *self.mlp.split(), self.mlp_norm):
-            if not isinstance(find(block, name), nn.Module):
-                yield f"{name} is missing"
+        yield from missing(block, self.attention, self.attention_norm, *self.mlp.split(), self.mlp_norm)
 
 
 def cosine_attention(m: Any, x: Tensor, everything: Tensor, bias: Tensor, qkv_bias: Tensor | None = None) -> Tensor:
@@ -108,42 +123,42 @@ def continuous_bias(mlp: nn.Module, m: Any) -> Tensor:
     return 16 * table[m.relative_position_index].sigmoid().permute(2, 0, 1)
 
 
-def timm_v2_attention(m: Any, x: Tensor, everything: Tensor, rows: Rows, window: Grid) -> Tensor:
-    return cosine_attention(m, x, everything, rows(continuous_bias(m.cpb_mlp, m)))
+def timm_v2_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, window: Grid) -> Tensor:
+    return cosine_attention(m, x, everything, added(continuous_bias(m.cpb_mlp, m)))
 
 
-def timm_cr_attention(m: Any, x: Tensor, everything: Tensor, rows: Rows, window: Grid) -> Tensor:
-    return cosine_attention(m, x, everything, rows(m._relative_positional_encodings()))
+def timm_cr_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, window: Grid) -> Tensor:
+    return cosine_attention(m, x, everything, added(m._relative_positional_encodings()))
 
 
-def torchvision_attention(m: Any, x: Tensor, everything: Tensor, rows: Rows, window: Grid) -> Tensor:
-    return attend(m, x, *projections(m, x, everything), rows(m.get_relative_position_bias()))
+def torchvision_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, window: Grid) -> Tensor:
+    return attend(m, x, *projections(m, x, everything), added(m.get_relative_position_bias()))
 
 
-def torchvision_v2_attention(m: Any, x: Tensor, everything: Tensor, rows: Rows, window: Grid) -> Tensor:
+def torchvision_v2_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, window: Grid) -> Tensor:
     """Its keys have a bias that is not used."""
     bias = m.qkv.bias
     if bias is not None:
         q, k, v = bias.chunk(3)
         bias = torch.cat([q, torch.zeros_like(k), v])
-    return cosine_attention(m, x, everything, rows(m.get_relative_position_bias()), bias)
+    return cosine_attention(m, x, everything, added(m.get_relative_position_bias()), bias)
 
 
-def torchvision_3d_attention(m: Any, x: Tensor, everything: Tensor, rows: Rows, window: Grid) -> Tensor:
-    return attend(m, x, *projections(m, x, everything), rows(m.get_relative_position_bias(list(window))))
+def torchvision_3d_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, window: Grid) -> Tensor:
+    return attend(m, x, *projections(m, x, everything), added(m.get_relative_position_bias(list(window))))
 
 
-def transformers_attention(m: Any, x: Tensor, everything: Tensor, rows: Rows, window: Grid) -> Tensor:
+def transformers_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, window: Grid) -> Tensor:
     projected = m.q_proj(x), m.k_proj(everything), m.v_proj(everything)
     q, k, v = (t.unflatten(-1, (-1, m.head_dim)).transpose(1, 2) for t in projected)
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=rows(m.relative_position_bias()), scale=m.scaling)
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=added(m.relative_position_bias()), scale=m.scaling)
     return m.o_proj(o.transpose(1, 2).flatten(2))
 
 
-def transformers_v2_attention(m: Any, x: Tensor, everything: Tensor, rows: Rows, window: Grid) -> Tensor:
+def transformers_v2_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, window: Grid) -> Tensor:
     a = m.self
     projected = a.query(x), a.key(everything), a.value(everything)
     q, k, v = (t.unflatten(-1, (-1, a.attention_head_size)).transpose(1, 2) for t in projected)
-    bias = rows(continuous_bias(a.continuous_position_bias_mlp, a))
+    bias = added(continuous_bias(a.continuous_position_bias_mlp, a))
     o = F.scaled_dot_product_attention(*cosines(q, k, a.logit_scale), v, attn_mask=bias, scale=1.0)
     return m.output(o.transpose(1, 2).flatten(2), x)

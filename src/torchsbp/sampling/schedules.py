@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+from ..errors import UsageError, UsageTypeError
+
 Ratio = float | tuple[float, ...]
 """One number for all blocks, a pair (first block, last block), or one number per block."""
 
@@ -13,10 +15,10 @@ Ratio = float | tuple[float, ...]
 def check_ratio(value: Any, name: str = "keep_ratio") -> float:
     """The value as a float, if it is a number in (0, 1]."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number in (0, 1], found {value!r} of type {type(value).__name__}")
+        raise UsageTypeError(f"{name} must be a number in (0, 1], found {value!r} of type {type(value).__name__}")
     ratio = float(value)
     if not 0 < ratio <= 1:  # NaN fails both comparisons
-        raise ValueError(f"{name} must be a number in (0, 1], found {value!r}")
+        raise UsageError(f"{name} must be a number in (0, 1], found {value!r}")
     return ratio
 
 
@@ -25,14 +27,14 @@ def _ratio(value: Any, name: str = "keep_ratio") -> Ratio:
     if not isinstance(value, list | tuple):
         return check_ratio(value, name)
     if not value:
-        raise ValueError(f"{name} is empty; give a number in (0, 1], a pair (first, last), or one number per block")
+        raise UsageError(f"{name} is empty; give a number in (0, 1], a pair (first, last), or one number per block")
     return tuple(check_ratio(r, f"{name}[{i}]") for i, r in enumerate(value))
 
 
 def over_depth(keep_ratio: float | Sequence[float], depth: int) -> tuple[float, ...]:
     """r_i = a + (b − a)·i / (depth − 1) for a pair (a, b); a number is repeated, a list is taken as it is."""
     if depth < 1:
-        raise ValueError(f"depth must be at least 1, found {depth}")
+        raise UsageError(f"depth must be at least 1, found {depth}")
     ratio = _ratio(keep_ratio)
     if isinstance(ratio, float):
         return (ratio,) * depth
@@ -42,7 +44,7 @@ def over_depth(keep_ratio: float | Sequence[float], depth: int) -> tuple[float, 
         a, b = ratio
         # b itself comes last: rounding must not turn an end of 1 into almost 1.
         return (*(a + (b - a) * i / (depth - 1) for i in range(depth - 1)), b)
-    raise ValueError(
+    raise UsageError(
         f"keep_ratio lists {len(ratio)} ratios for {depth} SBP blocks; "
         f"give {depth} of them, a pair (first, last), or one number for all"
     )
@@ -60,18 +62,18 @@ class Milestones:
 
     def __post_init__(self) -> None:
         if not all(isinstance(point, list | tuple) and len(point) == 2 for point in self.points):
-            raise TypeError(f"points must be (step, ratio) pairs, found {self.points!r}")
+            raise UsageTypeError(f"points must be (step, ratio) pairs, found {self.points!r}")
         steps = [step for step, _ in self.points]
         if any(isinstance(step, bool) or not isinstance(step, int) for step in steps):
-            raise TypeError(f"the steps of points must be integers, found {steps}")
+            raise UsageTypeError(f"the steps of points must be integers, found {steps}")
         if steps[:1] != [0] or steps != sorted(set(steps)):
-            raise ValueError(f"the steps of points must start at 0 and increase strictly, found {steps}")
+            raise UsageError(f"the steps of points must start at 0 and increase strictly, found {steps}")
         points = tuple((step, _ratio(ratio, f"ratio at step {step}")) for step, ratio in self.points)
         object.__setattr__(self, "points", points)
 
     def at(self, step: int) -> Ratio:
         if step < 0:
-            raise ValueError(f"step must be at least 0, found {step}")
+            raise UsageError(f"step must be at least 0, found {step}")
         return self.points[bisect_right(self.points, step, key=lambda point: point[0]) - 1][1]
 
 
@@ -79,7 +81,7 @@ def ramp(start: float, stop: float = 1.0, *, steps: int, begin: int = 0, levels:
     """From start to stop in `levels` equal jumps, the i-th at step begin + i·steps / levels."""
     a, b = check_ratio(start, "start"), check_ratio(stop, "stop")
     if levels < 1 or steps < levels or begin < 0:
-        raise ValueError(
+        raise UsageError(
             f"a ramp needs levels >= 1, steps >= levels and begin >= 0, found {levels=}, {steps=}, {begin=}"
         )
     ratios = over_depth((a, b), levels + 1)

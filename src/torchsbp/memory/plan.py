@@ -9,7 +9,7 @@ The order of preference, ``levels``. First comes what gives exact gradients:
 then sampled gradients, those first that drop the least of the gradient (rule "query" at a low ratio before more
 sampled blocks, more sampled blocks before rule "qkv"):
 
-4. SBP, rule "query", on the blocks of the family's recipe, at ratios 0.75, 0.5, 0.25;
+4. SBP, rule "query", on the default blocks of the family, at ratios 0.75, 0.5, 0.25;
 5. the same on all blocks, at ratios 0.5, 0.25, 0.1;
 6. rule "qkv" on all blocks, at ratios 0.25, 0.1.
 
@@ -24,12 +24,14 @@ from typing import Any
 
 from torch import nn
 
-from ..adapters.parts import TransformerBlock
+from ..adapters import find_backbones
+from ..adapters.lean import TransformerBlock
 from ..config import SBPConfig
-from ..patch import find_backbones, patched_modules, remove
-from ..patch import plan as bindings
-from ..sites import Binding
-from .estimating import Config, Estimate, Loss, Model, build, describe, estimate, fake_copy
+from ..errors import UsageError
+from ..patching.apply import remove
+from ..patching.site import patched_modules
+from ..patching.survey import refuse_problems, survey
+from .estimate import Config, Estimate, Loss, Model, build, describe, estimate, fake_copy
 from .sizes import mib, parse_size
 
 SHARES: tuple[bool | float, ...] = (False, 0.25, 0.5, 0.75, True)
@@ -38,7 +40,7 @@ HEADROOM = 0.1
 Level = list[Config]
 
 
-class DoesNotFitError(ValueError):
+class DoesNotFitError(UsageError):
     """No configuration fits the budget. ``tried`` has them with their peaks."""
 
     def __init__(self, message: str, tried: "list[Candidate]") -> None:
@@ -127,15 +129,18 @@ def has_rules(model: nn.Module) -> bool | None:
     model = fake_copy(model, FakeTensorMode(allow_non_fake_inputs=True))
     if any(patched_modules(model)):
         remove(model)
-    backbones = list(find_backbones(model))
+    descriptions = []
     try:
-        bound = [item for backbone in backbones for item in bindings(*backbone, SBPConfig())]
-    except ValueError:
+        for _, module, adapter, layout in find_backbones(model):
+            found = survey(module, adapter, layout, SBPConfig())
+            refuse_problems(adapter, found)
+            descriptions += [its.description for its in found]
+    except UsageError:
         return None
-    if not backbones:
+    if not descriptions:
         return None
-    parts = [binding.parts for _, _, binding in bound if isinstance(binding, Binding)]
-    return all("qkv" in part.rules for part in parts) and any(isinstance(part, TransformerBlock) for part in parts)
+    attention = any(isinstance(its, TransformerBlock) for its in descriptions)
+    return attention and all("qkv" in its.rules for its in descriptions)
 
 
 def plan(
@@ -157,17 +162,17 @@ def plan(
     """
     total = parse_size(memory)
     if not 0 <= headroom < 1:
-        raise ValueError(f"headroom={headroom!r} is not allowed; allowed: a number in [0, 1)")
+        raise UsageError(f"headroom={headroom!r} is not allowed; allowed: a number in [0, 1)")
     usable, model = int(total * (1 - headroom)), build(model)
     order = levels(model) if configs is None else [[config] for config in configs]
     found: dict[int, Estimate] = {}
-    places = [(level, i) for level, configs_ in enumerate(order) for i in range(len(configs_))]
+    numbers = [(level, i) for level, configs_ in enumerate(order) for i in range(len(configs_))]
 
     def fits(level: int, i: int) -> bool:
-        place = places.index((level, i))
-        if place not in found:
-            found[place] = estimate(model, input_shape, order[level][i], precision, optimizer, loss=loss)
-        return found[place].peak <= usable
+        number = numbers.index((level, i))
+        if number not in found:
+            found[number] = estimate(model, input_shape, order[level][i], precision, optimizer, loss=loss)
+        return found[number].peak <= usable
 
     def tried() -> list[Candidate]:
         flat = [config for level in order for config in level]
@@ -177,7 +182,7 @@ def plan(
         if not fits(level, len(configs_) - 1):  # the leanest of its level: if that is too much, so are the others
             continue
         chosen = next(i for i in range(len(configs_)) if fits(level, i))
-        config, its = configs_[chosen], found[places.index((level, chosen))]
+        config, its = configs_[chosen], found[numbers.index((level, chosen))]
         batch = largest_batch(model, input_shape, usable, config, precision, optimizer, loss=loss)
         return Plan(config, its, tried(), batch, total, usable)
 

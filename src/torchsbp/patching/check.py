@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .adapters.parts import find
-from .patch import entries, kept, remove
+from ..adapters.names import find
+from ..errors import UsageError
+from .apply import kept, patched_entries, remove
 
 ROUNDING, TOLERANCE = 1e-12, 1e-9  # of outputs, of gradients
 Step = tuple[list[Tensor], dict[str, Tensor]]
@@ -38,10 +39,10 @@ def check(model: nn.Module, *inputs: Any) -> Check:
     In the twin, every sampled block is the library's own; the gradient at its output goes through the block where
     positions are kept, and past it, along the residual path, where they are dropped. The model is not changed.
     """
-    for _, entry in entries(model):
-        config = entry.sbp.masks.config
+    for entry, _ in patched_entries(model):
+        config = entry.config
         if config.attention != "query" or config.scale != "none":
-            raise ValueError(
+            raise UsageError(
                 f"check compares attention='query' with scale='none', found attention={config.attention!r} with "
                 f"scale={config.scale!r}; call torchsbp.remove(model), then apply with the former"
             )
@@ -88,21 +89,22 @@ def ratio(error: Tensor, size: Tensor) -> Tensor:
 def install_gates(twin: nn.Module, patched: nn.Module) -> None:
     """Gate the sampled modules of the unpatched model at the positions that the patched one has kept."""
     positions = kept(patched)
-    for prefix, entry in entries(patched):
-        masks = entry.sbp.masks
-        for name, stage in zip(masks.names, masks.stages, strict=True):
-            parts: Any = patched.get_submodule(prefix + name).sbp.parts  # type: ignore[union-attr]
-            gate = Gate(positions[prefix + name], masks.grids[stage], masks.prefix)
-            install_gate(twin.get_submodule(prefix + name), gate, parts, masks.config.scope)
+    for entry, _ in patched_entries(patched):
+        for site, sampled in zip(entry.masks.sites, entry.sampled, strict=True):
+            name = entry.prefix + site.name
+            gate = Gate(positions[name], entry.masks.grids[site.stage], entry.masks.prefix)
+            install_gate(twin.get_submodule(name), gate, sampled.description, entry.config.scope)
 
 
-def install_gate(block: nn.Module, gate: "Gate", parts: Any, scope: str) -> None:
+def install_gate(block: nn.Module, gate: "Gate", description: Any, scope: str) -> None:
     """Gate a block's output; its residual path begins at its input, and there is none if that has another size.
 
-    Parts may name modules: a ``shortcut``, behind which the residual path begins; what is ``last``, behind the sum and
+    A description may name modules: a ``shortcut``, behind which the residual path begins; what is ``last``, behind the sum and
     therefore behind the gate; a norm over positions, ``response``, whose statistic learns from kept rows only.
     """
-    shortcut, last, response = (find(block, getattr(parts, name, "")) for name in ("shortcut", "last", "response"))
+    shortcut, last, response = (
+        find(block, getattr(description, name, "")) for name in ("shortcut", "last", "response")
+    )
     path: list[Tensor] = []
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -153,7 +155,7 @@ class Gate:
         ]
         if len(shapes) != 1:
             why = "as channels first and last" if shapes else "as neither tokens nor a feature map"
-            raise ValueError(
+            raise UsageError(
                 f"a block's output of shape {tuple(y.shape)} fits the grid {self.grid} {why}; "
                 "check with images of another size, whose height and width differ"
             )

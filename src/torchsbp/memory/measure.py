@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .blocks import Parts, Saved, block_names, by_block
-from .estimating import PRECISIONS, Config, Model, build, default_loss, input_for, prepared, saved_lines
+from ..adapters.blocks import blocks_of
+from .estimate import PRECISIONS, Config, Model, build, default_loss, input_for, prepared, saved_lines
+from .saved import Saved, SavedByPart, by_block
 from .sizes import mib
 
 FUSED: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -32,7 +33,7 @@ class Measurement:
 
     device: str
     saved: dict[str, int]
-    parts: Parts
+    parts: SavedByPart
     saved_elsewhere: int
     before: int | None = None
     peak: int | None = None
@@ -67,7 +68,7 @@ def measure(model: nn.Module, step: Callable[[], object]) -> Measurement:
     saved = Saved(model)
     with saved:
         step()
-    parts = by_block(saved.by_module, block_names(model))
+    parts = by_block(saved.by_module, blocks_of(model))
     elsewhere = sum(parts.pop("").values())
     counted = {name: sum(part.values()) for name, part in parts.items()}
     if not on_cuda:

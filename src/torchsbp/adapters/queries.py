@@ -1,8 +1,8 @@
 """Attention for kept queries: what each library's module computes, with keys and values from all rows.
 
-An answer takes the module, its input at kept rows ``x [B, k, C]`` and at all rows ``everything [B, N, C]``, the kept
+Each function takes the module, its input at kept rows ``x [B, k, C]`` and at all rows ``everything [B, N, C]``, the kept
 ``positions`` (``[B, k]``, or ``[1, k]`` where samples share them) and the module's other arguments. Modules that have
-none here are run on all rows, which is as right and takes longer.
+none are run on all rows, which is as right and takes longer.
 """
 
 from collections.abc import Callable
@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .parts import qualified
+from .names import qualified
 
-Answer = Callable[..., Any]
+KeptQueryAttention = Callable[..., Any]
 
 
-def answer_of(module: nn.Module, arguments: dict[str, Any]) -> Answer | None:
+def kept_query_attention_of(module: nn.Module, arguments: dict[str, Any]) -> KeptQueryAttention | None:
     """How the module answers for kept queries; None if it must run on all rows: masked, or its projection replaced."""
     masked = arguments.get("attn_mask") is not None or arguments.get("is_causal")
     plain = getattr(module, "qkv", None) is None or type(module.qkv) in (nn.Linear, nn.Conv2d)
-    return ANSWERS.get(qualified(module)) if plain and not masked else None
+    return KEPT_QUERY_ATTENTION.get(qualified(module)) if plain and not masked else None
 
 
 def attention(m: Any, x: Tensor, everything: Tensor, positions: Tensor, **masks: Any) -> Tensor:
@@ -88,7 +88,7 @@ def multihead_attention(m: Any, x: Tensor, everything: Tensor, positions: Tensor
     return nn.MultiheadAttention.forward(m, x, everything, everything, **masks)
 
 
-ANSWERS: dict[str, Answer] = {
+KEPT_QUERY_ATTENTION: dict[str, KeptQueryAttention] = {
     "timm.layers.attention.Attention": attention,
     "timm.models.vision_transformer.Attention": attention,
     "timm.layers.attention.AttentionRope": rotary_attention,

@@ -5,8 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ..errors import UsageError
+from ..ops.frames import encode_frames
 from . import samplers, schedules
-from .ops.frames import encode_frames
 
 
 def sbp_frames(
@@ -30,7 +31,7 @@ def sbp_frames(
     frames = video.shape[1]
     count = torch.as_tensor(step, dtype=torch.int64, device=video.device)
     order = samplers.resolve(sampler)((frames, 1, 1), (ratio,), samplers.draw_key(seed, count, rank, 1))
-    keep = samplers.keep(order, samplers.count(sampler, (frames, 1, 1), ratio))[0]
+    keep = samplers.first(order, samplers.count(sampler, (frames, 1, 1), ratio))[0]
     return encode_frames(encoder, video, keep, chunk)
 
 
@@ -40,7 +41,7 @@ def refuse_batch_norm(encoder: Callable[[Tensor], Tensor]) -> None:
         return
     for name, module in encoder.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-            raise ValueError(
+            raise UsageError(
                 f"{name or 'the encoder'} is a batch norm in training mode: its statistics would differ between kept "
                 "and dropped frames. Freeze it with .eval(), or replace it by a norm that does not look across frames."
             )

@@ -1,0 +1,238 @@
+"""Blocks known part by part: dotted names of their parts, and a check that each part is one the ops know."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from torch import nn
+
+from ..ops.activations import ACTIVATIONS, activation_of
+from ..ops.layers import Norm
+from . import lora
+from .base import Bound, Description
+from .names import class_of, find, qualified
+
+NORMS = {
+    "torch.nn.modules.normalization.LayerNorm": "layer",
+    "torch.nn.modules.normalization.RMSNorm": "rms",
+    "timm.layers.norm.LayerNorm": "layer",
+    "timm.layers.norm.LayerNorm2d": "layer",
+    "timm.layers.norm.RmsNorm": "rms",
+    "torchvision.models.convnext.LayerNorm2d": "layer",
+    "transformers.models.convnext.modeling_convnext.ConvNextLayerNorm": "layer",
+}
+CONVOLUTION = "torch.nn.modules.conv.Conv2d"
+LINEARS = (
+    "torch.nn.modules.linear.Linear",
+    "torch.nn.modules.linear.NonDynamicallyQuantizableLinear",  # the output of nn.MultiheadAttention
+)
+PER_SAMPLE_DROPS = (
+    "torch.nn.modules.linear.Identity",
+    "timm.layers.drop.DropPath",
+    "torchvision.ops.stochastic_depth.StochasticDepth",
+    "transformers.models.convnext.modeling_convnext.ConvNextDropPath",
+    "transformers.models.dinov2.modeling_dinov2.Dinov2DropPath",
+    "transformers.models.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersDropPath",
+)
+FUSED = {None: True, True: True, False: False, "sdpa": True, "eager": False}
+"""What a library says of its attention -> whether that is F.scaled_dot_product_attention."""
+
+
+@dataclass(frozen=True)
+class Lean(Description):
+    """Parts that the ops know, by the names of the fields."""
+
+    kind: ClassVar[str] = "lean"
+    meaning: ClassVar[str] = "the backward pass is written out for its parts"
+
+    def problems(self, block: nn.Module) -> Iterator[str]:
+        yield from super().problems(block)
+        for part in fields(self):
+            check, names = _CHECKS.get(part.name), getattr(self, part.name)
+            if check is not None and names:
+                for name in (names,) if isinstance(names, str) else names:
+                    yield from check(name, find(block, name))
+
+
+@dataclass(frozen=True)
+class TransformerBlock(Lean):
+    """``x + drop1(scale1(proj(attention(norm1(x)))))``, then ``x + drop2(scale2(fc2(act(fc1(norm2(x))))))``.
+
+    ``qkv`` is a layer, or its weight where that is a parameter of the attention module (``in_proj_weight``), or the
+    three layers for queries, keys and values. ``softmax_scale`` is one over the root of a head's width where it is not
+    said; ``fused`` names what says how attention is computed (``FUSED``).
+    """
+
+    called: ClassVar[tuple[str, ...]] = ("drop1", "drop2")
+
+    norm1: str = "norm1"
+    heads: str = "attn.num_heads"
+    softmax_scale: str = "attn.scale"
+    fused: str = "attn.fused_attn"
+    qkv: str | tuple[str, str, str] = "attn.qkv"
+    q_norm: str = "attn.q_norm"
+    k_norm: str = "attn.k_norm"
+    proj: str = "attn.proj"
+    scale1: str = "ls1.gamma"
+    drop1: str = "drop_path1"
+    norm2: str = "norm2"
+    fc1: str = "mlp.fc1"
+    act: str = "mlp.act"
+    fc2: str = "mlp.fc2"
+    scale2: str = "ls2.gamma"
+    drop2: str = "drop_path2"
+
+    def problems(self, block: nn.Module) -> Iterator[str]:
+        yield from super().problems(block)
+        norms = [find(block, name) for name in (self.q_norm, self.k_norm)]
+        if len({(type(n), getattr(n, "eps", None)) for n in norms}) > 1:
+            yield f"{self.q_norm} and {self.k_norm} differ: {norms}"
+
+    def heads_of(self, block: nn.Module) -> int:
+        return int(find(block, self.heads))
+
+
+@dataclass(frozen=True)
+class ConvBlock(Lean):
+    """``shortcut(x) + drop(scale(fc2(act(fc1(norm(conv(pool(x))))))))`` on ``[B, C, H, W]``.
+
+    fc1 and fc2 are Linear or 1×1 Conv2d.
+    """
+
+    called: ClassVar[tuple[str, ...]] = ("conv", "drop", "pool", "shortcut")
+
+    conv: str = "conv_dw"
+    norm: str = "norm"
+    fc1: str = "mlp.fc1"
+    act: str = "mlp.act"
+    fc2: str = "mlp.fc2"
+    scale: str = "gamma"
+    drop: str = "drop_path"
+    pool: str = ""
+    shortcut: str = ""
+
+
+@dataclass(frozen=True)
+class Downsample(Lean):
+    """``conv(norm(x))`` on ``[B, C, H, W]`` with stride ≥ kernel."""
+
+    norm: str = "0"
+    down: str = "1"
+
+
+@dataclass(frozen=True)
+class DownsampleList(Downsample):
+    """The same as a ``ModuleList``, whose members the stage calls one after the other: in training the last of them does
+    everything."""
+
+    def bindings(self, block: nn.Module) -> Iterator[Bound]:
+        down = find(block, self.down)
+        yield find(block, self.norm), Skipped(down)
+        yield down, LastOfList(self, block)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A part that does nothing in training: another module does its work."""
+
+    worker: nn.Module
+
+
+@dataclass(frozen=True)
+class LastOfList:
+    """The module of a list that does the work of all."""
+
+    description: DownsampleList
+    block: nn.Module
+
+
+def norm_of(module: nn.Module | None) -> Norm | None:
+    """What is static about a norm module, None for Identity or none."""
+    if module is None or isinstance(module, nn.Identity):
+        return None
+    return Norm(module.eps, NORMS[qualified(module)])  # type: ignore[arg-type]
+
+
+def _check_norm(name: str, part: Any) -> Iterator[str]:
+    if part is None or qualified(part) not in NORMS:
+        yield f"{name} is {class_of(part)}; supported norms: {', '.join(NORMS)}"
+    elif getattr(part, "_fast_norm", False):
+        yield f"{name} uses timm's fast norm; switch it off with timm.layers.set_fast_norm(False)"
+
+
+def _check_optional_norm(name: str, part: Any) -> Iterator[str]:
+    if part is not None and not isinstance(part, nn.Identity):
+        yield from _check_norm(name, part)
+
+
+def check_linear(name: str, part: Any) -> Iterator[str]:
+    """Why the ops can't read this as a matrix."""
+    if lora.is_lora(part):
+        yield from lora.problems(name, part)
+        name, part = f"{name}.base_layer", part.base_layer
+    if class_of(part) not in LINEARS and not _is_pointwise(part):
+        yield (
+            f"{name} is {class_of(part)}; supported: torch.nn.Linear, torch.nn.Conv2d with a 1×1 kernel, and peft's LoRA "
+            "of these"
+        )
+
+
+def _check_heads(name: str, part: Any) -> Iterator[str]:
+    if not isinstance(part, int):
+        yield f"{name} is {part}; supported: a number of heads"
+
+
+def _check_fused(name: str, part: Any) -> Iterator[str]:
+    if part not in FUSED:
+        yield f"{name} is {part!r}; supported: {', '.join(repr(word) for word in FUSED if isinstance(word, type(part)))}"
+
+
+def _check_qkv(name: str, part: Any) -> Iterator[str]:
+    if not isinstance(part, nn.Parameter):
+        yield from check_linear(name, part)
+
+
+def _is_pointwise(part: Any) -> bool:
+    return type(part) is nn.Conv2d and part.kernel_size == part.stride == (1, 1) and part.groups == 1
+
+
+def _check_activation(name: str, part: Any) -> Iterator[str]:
+    if activation_of(part) is None:
+        known = ", ".join(module for activation in ACTIVATIONS.values() for module in activation.modules)
+        yield f"{name} is {class_of(part)}; supported activations: {known}"
+
+
+def _check_drop_path(name: str, part: Any) -> Iterator[str]:
+    if part is not None and qualified(part) not in PER_SAMPLE_DROPS:
+        yield f"{name} is {class_of(part)}; supported: {', '.join(PER_SAMPLE_DROPS)}"
+    elif getattr(part, "mode", "row") != "row":
+        yield f'{name} drops the whole batch at once (mode="{part.mode}"); supported: "row"'
+
+
+def _check_down(name: str, part: Any) -> Iterator[str]:
+    if class_of(part) != CONVOLUTION or part.groups != 1:
+        yield f"{name} is {class_of(part)}; supported: torch.nn.Conv2d with one group"
+    elif any(k > s for k, s in zip(part.kernel_size, part.stride, strict=True)):
+        yield f"{name} has kernel {part.kernel_size} > stride {part.stride}: its outputs share inputs"
+    elif part.padding != (0, 0) or part.dilation != (1, 1):
+        yield f"{name} has padding {part.padding} and dilation {part.dilation}; supported: 0 and 1"
+
+
+_CHECKS = {
+    "norm": _check_norm,
+    "norm1": _check_norm,
+    "norm2": _check_norm,
+    "q_norm": _check_optional_norm,
+    "k_norm": _check_optional_norm,
+    "heads": _check_heads,
+    "fused": _check_fused,
+    "qkv": _check_qkv,
+    "proj": check_linear,
+    "fc1": check_linear,
+    "fc2": check_linear,
+    "act": _check_activation,
+    "drop": _check_drop_path,
+    "drop1": _check_drop_path,
+    "drop2": _check_drop_path,
+    "down": _check_down,
+}

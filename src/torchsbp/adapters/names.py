@@ -1,0 +1,48 @@
+"""Names: of classes, and of the parts of a module by dotted path."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+
+def qualified(module: nn.Module | type) -> str:
+    """The full name of a class, or of a module's own class, patched or not."""
+    cls = module if isinstance(module, type) else type(module)
+    cls = cls.__dict__.get("sbp_origin", cls)
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def bare_name(module: nn.Module | type) -> str:
+    """The name of its own class, without where that is from."""
+    return qualified(module).rpartition(".")[2]
+
+
+def class_name(cls: str | type) -> str:
+    return cls if isinstance(cls, str) else qualified(cls)
+
+
+def class_of(part: Any) -> str:
+    """For messages: the full name of its class, "missing" where there is no such part."""
+    return "missing" if part is None else qualified(part)
+
+
+def find(module: Any, name: str) -> Any:
+    """The part of that dotted name, None where there is none. ``""`` means the block has no such part."""
+    if not name:
+        return None
+    for step in name.split("."):
+        module = getattr(module, step, None)
+        if module is None:
+            return None
+    return module
+
+
+def inside(name: str, part: str) -> bool:
+    """Whether the module of that dotted name is the part, or in it."""
+    return name == part or (part != "" and name.startswith(f"{part}."))
+
+
+def missing(block: nn.Module, *names: str) -> Iterator[str]:
+    """Of these, the modules that the block does not have, one sentence each."""
+    return (f"{name} is missing" for name in names if not isinstance(find(block, name), nn.Module))

@@ -1,0 +1,135 @@
+"""apply, remove, kept, set_step: patch a model in place and undo it."""
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from ..adapters import Adapter, Layout, find_backbones
+from ..adapters.names import qualified
+from ..config import KeepRatio, SBPConfig, configured
+from ..errors import UsageError
+from ..ops.rules import RULES
+from ..sampling import schedules
+from ..sampling.masks import Masks, SiteSpec
+from . import lean, pointwise, replay, windowed  # noqa: F401  their strategies are registered
+from .entry import Entry, SampledModule, bind_entry, entries, unbind_entry
+from .sampled import Sampling, strategy_for
+from .site import Strategy, bind, patched_modules, unbind
+from .survey import Found, nothing_found, refuse_problems, survey
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def apply(
+    model: Model,
+    keep_ratio: KeepRatio | None = None,
+    *,
+    config: SBPConfig | None = None,
+    **options: Any,
+) -> Model:
+    """Turn on stochastic backpropagation: in training, sampled blocks get gradients from kept positions only.
+
+    In place; options are the fields of ``SBPConfig`` and change ``config`` (the default preset unless given). Patch
+    before ``torch.compile``, DDP or FSDP. Nothing is changed if an error is raised.
+    """
+    config = configured(keep_ratio, config, options)
+    patched = [name for name, _ in patched_modules(model)]
+    if patched:
+        raise UsageError(
+            f"the model is already patched ({len(patched)} modules, first {patched[0]!r}); "
+            "call torchsbp.remove(model) first to change the configuration"
+        )
+    backbones = list(find_backbones(model))
+    if not backbones:
+        raise UsageError(nothing_found(model))
+    strategies = [strategies_for(*backbone, config) for backbone in backbones]  # errors come from here
+    for entry_module, entry, bound in strategies:
+        bind_entry(entry_module, entry)
+        for module, strategy in bound:
+            bind(module, strategy)
+    return model
+
+
+def remove(model: Model) -> Model:
+    """Undo ``apply``: every module is of its own class again, nothing of ours is left."""
+    modules = list(patched_modules(model))
+    if not modules:
+        raise UsageError("the model is not patched: there is nothing to remove")
+    for name, module in modules:
+        if "sbp_origin" not in type(module).__dict__:
+            raise UsageError(
+                f"{name} was wrapped after torchsbp.apply (it is {qualified(module)}); remove before sharding the model"
+            )
+    for _, module in modules:
+        unbind_entry(module)
+        unbind(module)
+    return model
+
+
+def kept(model: nn.Module) -> dict[str, Tensor]:
+    """Site name -> kept positions ``[B, k]`` of the last training forward; class and register tokens come first."""
+    return {
+        entry.prefix + site.name: entry.masks.positions_kept(index, entry.step(module).device)
+        for entry, module in patched_entries(model)
+        for index, site in enumerate(entry.masks.sites)
+    }
+
+
+def set_step(model: nn.Module, step: int) -> None:
+    """Tell a patched model where training is: masks continue from this step, a keep-ratio schedule takes its value.
+
+    The step counts training forwards by itself; call this after resuming, and before each step with a schedule.
+    """
+    found = list(patched_entries(model))
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise UsageError(f"step must be an integer >= 0, got {step!r}")
+    for entry, module in found:
+        entry.set_step(module, step)
+
+
+def patched_entries(model: nn.Module) -> Iterator[tuple[Entry, nn.Module]]:
+    """Those of a patched model; an error if it is not."""
+    found = list(entries(model))
+    if not found:
+        raise UsageError("the model is not patched: call torchsbp.apply(model) first")
+    return iter(found)
+
+
+def strategies_for(
+    name: str, model: nn.Module, adapter: Adapter, layout: Layout, config: SBPConfig
+) -> tuple[nn.Module, Entry, list[tuple[nn.Module, Strategy]]]:
+    """What to bind to which module of a backbone: its entry with its strategy, and the sampled and exact modules."""
+    found = survey(model, adapter, layout, config)
+    refuse_problems(adapter, found)
+    sampled = [its for its in found if its.depth is not None]
+    rule = RULES[config.attention]
+    masks = Masks(
+        config.sampler,
+        config.seed,
+        config.per_sample,
+        layout.prefix_of(model),
+        tuple(stage.shrinks(model) for stage in layout.stages_of(model)),
+        tuple(site_spec(its, rule.heads) for its in sampled),
+    )
+    modules = tuple(SampledModule(s.name, s.module, s.depth, s.description) for s in sampled if s.depth is not None)
+    entry = Entry(config, masks, layout, modules, f"{name}." if name else "")
+    if isinstance(config.keep_ratio, schedules.Milestones):
+        for step, _ in config.keep_ratio.points:
+            entry.ratios(step)  # every list has the right length
+    else:
+        masks.ratios = entry.ratios(0)
+    recomputing = round(config.recompute * len(found))  # the first ones: what the last ones save is freed soonest
+    numbers = {its.name: number for number, its in enumerate(sampled)}
+    bound = []
+    for i, its in enumerate(found):
+        site = numbers.get(its.name)
+        its_rule = RULES["query"] if site is None else rule
+        sampling = Sampling(masks, site, its_rule, config.scope, config.scale, i < recomputing)
+        bound += [(m, strategy_for(part, its.module, sampling)) for m, part in its.description.bindings(its.module)]
+    return layout.entry_of(model), entry, bound
+
+
+def site_spec(its: Found, samples_heads: bool) -> SiteSpec:
+    heads = its.description.heads_of(its.module) if samples_heads else 0
+    return SiteSpec(its.name, its.stage, heads, its.description.partition_of(its.module))

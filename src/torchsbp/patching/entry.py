@@ -1,0 +1,86 @@
+"""The entry of a backbone, its patch embedding or stem: every forward begins here, and with it new masks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..adapters.base import Description
+from ..adapters.layouts import Layout
+from ..config import SBPConfig
+from ..sampling import schedules
+from ..sampling.masks import Masks
+from .site import Site, Strategy, bind, original, patched_modules, recomputing
+
+STEP = "sbp_step"
+"""The step counter, a buffer of the entry: it follows the model to its device."""
+
+
+@dataclass(frozen=True)
+class SampledModule:
+    """A sampled block or down-sampling layer: its name in the backbone, its place over depth, its description."""
+
+    name: str
+    module: nn.Module
+    depth: int
+    description: Description
+
+
+@dataclass
+class Entry(Strategy):
+    """``prefix`` is that of the backbone's names in the model. ``counts`` is False while the step counter may hold
+    anything: it was made on the meta device, and memory came later."""
+
+    config: SBPConfig
+    masks: Masks
+    layout: Layout
+    sampled: tuple[SampledModule, ...]
+    prefix: str
+    counts: bool = True
+
+    def forward(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        y = original(module)(x, *args, **kwargs)
+        if getattr(module, "_is_replica", False):
+            raise RuntimeError("nn.DataParallel shares one mask between threads; use DistributedDataParallel")
+        if any(sampled.module.training for sampled in self.sampled) and not recomputing():
+            if not self.counts:
+                self.step(module).zero_()
+                self.counts = True
+            self.masks.begin(x.shape[0], self.layout.grid(module, x, y), self.step(module))
+        return y
+
+    def step(self, module: nn.Module) -> Tensor:
+        """The counter of training forwards."""
+        return module.get_buffer(STEP)
+
+    def set_step(self, module: nn.Module, step: int) -> None:
+        self.step(module).fill_(step)
+        self.counts = True
+        self.masks.ratios = self.ratios(step)
+
+    def ratios(self, step: int) -> tuple[float, ...]:
+        """The ratio of every sampled module at this step; a down-sampling layer has that of the block after it."""
+        ratio = self.config.keep_ratio
+        if isinstance(ratio, schedules.Milestones):
+            ratio = ratio.at(step)
+        over_depth = schedules.over_depth(ratio, max(sampled.depth for sampled in self.sampled) + 1)
+        return tuple(over_depth[sampled.depth] for sampled in self.sampled)
+
+
+def bind_entry(module: nn.Module, entry: Entry) -> None:
+    bind(module, entry)
+    device = next(module.parameters()).device
+    entry.counts = device.type != "meta"
+    module.register_buffer(STEP, torch.zeros((), dtype=torch.int64, device=device), persistent=False)
+
+
+def unbind_entry(module: nn.Module) -> None:
+    module._buffers.pop(STEP, None)
+    module._non_persistent_buffers_set.discard(STEP)
+
+
+def entries(model: nn.Module) -> Iterator[tuple[Entry, Site]]:
+    """Of every patched backbone, with its module."""
+    return ((module.sbp, module) for _, module in patched_modules(model) if isinstance(module.sbp, Entry))

@@ -1,0 +1,194 @@
+"""Strategies of blocks that are known part by part: their parameters, read at every call, and the ops that run them."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..adapters import lean as L
+from ..adapters import lora
+from ..adapters.names import find
+from ..ops.activations import activation_of
+from ..ops.attention import AttentionParams, AttentionSpec, attention_branch
+from ..ops.block import transformer_block
+from ..ops.downsample import DownsampleParams, DownsampleSpec, downsample
+from ..ops.gate import gate
+from ..ops.layers import BackwardOptions, autocast_dtype
+from ..ops.mlp import MLPParams, MLPSpec, mlp_branch
+from ..ops.rules import Rule
+from ..sampling.masks import Kept
+from .sampled import SampledBlock, Sampling, runs
+from .site import Strategy, original, refuse
+
+
+@runs(L.TransformerBlock)
+class TransformerBlock(SampledBlock):
+    def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        parts: L.TransformerBlock = self.description
+        batch, positions = x.shape[:2]
+        kept = self.sampling.kept(batch, positions)
+        options = self.sampling.options(kept.rows, batch, positions)
+        attention, attention_spec = attention_of(module, parts, self.sampling.rule)
+        mlp, mlp_spec = mlp_of(module, parts.norm2, parts)
+        mlp = mlp._replace(scale=find(module, parts.scale2))
+        factors = (
+            drop_factor(find(module, parts.drop1), x, attention.scale),
+            drop_factor(find(module, parts.drop2), x, mlp.scale),
+        )
+        if not attention_spec.rule.heads:
+            return transformer_block(
+                x, kept.rows, attention, attention_spec, mlp, mlp_spec,
+                inverse=kept.inverse, factors=factors, options=options,
+            )  # fmt: skip
+        x = attention_branch(x, None, attention, attention_spec, heads=kept.heads, factor=factors[0], options=options)
+        return mlp_branch(x, kept.rows, mlp, mlp_spec, inverse=kept.inverse, factor=factors[1], options=options)
+
+
+@runs(L.ConvBlock)
+class ConvBlock(SampledBlock):
+    def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        parts = self.description
+        u = find(module, parts.conv)(through(module, parts.pool, x))
+        batch, positions = u.shape[0], u.shape[2] * u.shape[3]
+        kept = self.sampling.kept(batch, positions)
+        options = self.sampling.options(kept.rows, batch, positions)
+        y = self.branch(module, u, kept, options) + through(module, parts.shortcut, x)
+        if options.scope == "branch":
+            return y
+        return gate(y.permute(0, 2, 3, 1), kept.rows).permute(0, 3, 1, 2)
+
+    def branch(self, module: nn.Module, u: Tensor, kept: Kept, options: BackwardOptions) -> Tensor:
+        """What the block adds to its shortcut, from the output of its convolution ``[B, C, H, W]``."""
+        parts: L.ConvBlock = self.description
+        mlp, spec = mlp_of(module, parts.norm, parts)
+        scale = find(module, parts.scale)
+        mlp = mlp._replace(scale=None if scale is None else scale.flatten())
+        factor = drop_factor(find(module, parts.drop), u, scale)
+        u = u.permute(0, 2, 3, 1)
+        y = mlp_branch(u, kept.rows, mlp, spec, inverse=kept.inverse, factor=factor, residual=False, options=options)
+        return y.permute(0, 3, 1, 2)
+
+
+@runs(L.Downsample)
+class Downsample(SampledBlock):
+    def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        norm, conv = find(module, self.description.norm), find(module, self.description.down)
+        batch, positions = x.shape[0], math.prod(output_size(conv, x))
+        rows = self.sampling.kept(batch, positions).rows
+        static = L.norm_of(norm)
+        assert static is not None
+        params = DownsampleParams(*affine(norm), *affine(conv))
+        spec = DownsampleSpec(conv.stride, static)
+        return downsample(x, rows, params, spec, self.sampling.options(rows, batch, positions))
+
+
+@runs(L.LastOfList)
+@dataclass
+class LastOfList(Downsample):
+    """The same in the place of the list's last module; ``block`` is the list."""
+
+    block: nn.Module
+
+    @classmethod
+    def of(cls, part: L.LastOfList, block: nn.Module, sampling: Sampling) -> "LastOfList":
+        return cls(part.description, sampling, part.block)
+
+    def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return super().run(self.block, x)
+
+    def check(self, module: nn.Module) -> None:
+        super().check(self.block)
+
+
+@runs(L.Skipped)
+@dataclass
+class Skipped(Strategy):
+    """Does nothing where ``worker`` trains."""
+
+    worker: nn.Module
+
+    @classmethod
+    def of(cls, part: L.Skipped, block: nn.Module, sampling: Sampling) -> "Skipped":
+        return cls(part.worker)
+
+    def forward(self, module: nn.Module, x: Tensor) -> Tensor:
+        return x if self.worker.training and torch.is_grad_enabled() else original(module)(x)
+
+
+def output_size(conv: nn.Conv2d, x: Tensor) -> list[int]:
+    """The grid behind a convolution without padding."""
+    return [(n - k) // s + 1 for n, k, s in zip(x.shape[2:], conv.kernel_size, conv.stride, strict=True)]
+
+
+def through(block: nn.Module, name: str, x: Tensor) -> Tensor:
+    """x behind a part that a block may have."""
+    part = find(block, name)
+    return x if part is None else part(x)
+
+
+def affine(module: nn.Module | None) -> tuple[Any, Any]:
+    """Weight and bias of a norm or convolution; None where it has none."""
+    return getattr(module, "weight", None), getattr(module, "bias", None)
+
+
+def stack(layers: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    """Weights and biases of layers on one input as those of one layer, through which each gets its gradient.
+
+    Where some have no bias, theirs is zero.
+    """
+    weight = torch.cat([w for w, _ in layers])
+    if all(b is None for _, b in layers):
+        return weight, None
+    return weight, torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in layers])
+
+
+def matrix(block: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a block's linear layer or 1×1 convolution, as a matrix; adapters may be put on it any time."""
+    layer = find(block, name)
+    if isinstance(layer, (nn.Linear, nn.Conv2d)):
+        return layer.weight.flatten(1), layer.bias
+    refuse(block, list(L.check_linear(name, layer)))
+    return lora.weight(layer), layer.base_layer.bias
+
+
+def attention_of(block: nn.Module, parts: L.TransformerBlock, rule: Rule) -> tuple[AttentionParams, AttentionSpec]:
+    norm, scale = find(block, parts.norm1), find(block, parts.scale1)
+    q_norm, k_norm = find(block, parts.q_norm), find(block, parts.k_norm)
+    qkv, proj = projection_of(block, parts.qkv), matrix(block, parts.proj)
+    params = AttentionParams(*affine(norm), *qkv, *affine(q_norm), *affine(k_norm), *proj, scale)
+    static = L.norm_of(norm)
+    assert static is not None
+    heads, softmax_scale = find(block, parts.heads), find(block, parts.softmax_scale)
+    if softmax_scale is None:
+        softmax_scale = (params.qkv_weight.shape[0] // (3 * heads)) ** -0.5
+    fused = L.FUSED[find(block, parts.fused)]
+    return params, AttentionSpec(heads, softmax_scale, static, L.norm_of(q_norm), fused, rule)
+
+
+def projection_of(block: nn.Module, name: str | tuple[str, ...]) -> tuple[Any, Any]:
+    """Weight and bias of a layer, or of that weight's own name, or of three layers as one."""
+    if not isinstance(name, str):
+        return stack([matrix(block, each) for each in name])
+    part = find(block, name)
+    return (part, find(block, name.replace("weight", "bias"))) if isinstance(part, Tensor) else matrix(block, name)
+
+
+def mlp_of(block: nn.Module, norm_name: str, parts: Any) -> tuple[MLPParams, MLPSpec]:
+    norm = find(block, norm_name)
+    static = L.norm_of(norm)
+    assert static is not None
+    params = MLPParams(*affine(norm), *matrix(block, parts.fc1), *matrix(block, parts.fc2))
+    act = activation_of(find(block, parts.act))
+    assert act is not None
+    return params, MLPSpec(static, act)
+
+
+def drop_factor(drop_path: nn.Module | None, x: Tensor, scale: Tensor | None) -> Tensor | None:
+    """Stochastic depth's factor per sample, drawn by the model's own module: the same randomness is consumed."""
+    if drop_path is None or isinstance(drop_path, nn.Identity):
+        return None
+    dtype = autocast_dtype(x) or x.dtype
+    dtype = dtype if scale is None else torch.promote_types(dtype, scale.dtype)
+    return drop_path(torch.ones(x.shape[0], *[1] * (x.dim() - 1), dtype=dtype, device=x.device)).flatten()

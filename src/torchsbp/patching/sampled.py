@@ -1,0 +1,91 @@
+"""Sampled blocks: what their strategies share, and which strategy runs which description."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UsageError
+from ..ops.layers import BackwardOptions
+from ..ops.rules import Rule
+from ..sampling.masks import Kept, Masks
+from .site import Strategy, original, refuse
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a block is sampled: the masks of its backbone, its number among their sites (None: exact), the attention rule,
+    and what its backward does (the fields of ``SBPConfig``)."""
+
+    masks: Masks
+    site: int | None
+    rule: Rule
+    scope: str
+    scale: str
+    recompute: bool
+
+    def kept(self, batch: int, positions: int) -> Kept:
+        return Kept() if self.site is None else self.masks.kept(self.site, batch, positions)
+
+    def options(self, rows: Tensor | None, batch: int, positions: int) -> BackwardOptions:
+        weight_scale = 1.0 if rows is None or self.scale == "none" else batch * positions / rows.shape[0]
+        return BackwardOptions(self.scope, self.recompute, weight_scale)
+
+
+STRATEGIES: dict[type, type[Any]] = {}
+Runs = TypeVar("Runs", bound=type[Any])
+
+
+def runs(*kinds: type) -> Callable[[Runs], Runs]:
+    """The strategy for modules that are described so. It has ``of(part, block, sampling)``."""
+
+    def register(strategy: Runs) -> Runs:
+        STRATEGIES.update(dict.fromkeys(kinds, strategy))
+        return strategy
+
+    return register
+
+
+def strategy_for(part: Any, block: nn.Module, sampling: Sampling) -> Strategy:
+    """The nearest of the classes of a description decides."""
+    strategy = next(STRATEGIES[kind] for kind in type(part).__mro__ if kind in STRATEGIES)
+    return strategy.of(part, block, sampling)
+
+
+@dataclass
+class SampledBlock(Strategy):
+    """A module whose training forward runs one of the ops."""
+
+    description: Any
+    sampling: Sampling
+
+    takes_arguments: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, part: Any, block: nn.Module, sampling: Sampling) -> "SampledBlock":
+        return cls(part, sampling)
+
+    def forward(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not (module.training and torch.is_grad_enabled()):
+            return original(module)(x, *args, **kwargs)
+        if self.takes_arguments:
+            return self.run(module, x, *args, **kwargs)
+        self.refuse_arguments(module, args, kwargs)
+        return self.run(module, x)
+
+    def refuse_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        extra = [value for name, value in kwargs.items() if name not in self.description.ignored]
+        if any(value is not None and value is not False for value in (*args, *extra)):
+            raise UsageError(
+                f"{type(module).__name__} was called with extra arguments in training ({args or kwargs}); SBP "
+                "supports the plain call only. Call torchsbp.remove(model) to train with them."
+            )
+
+    def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def check(self, module: nn.Module) -> None:
+        """A block that was changed since ``apply`` is refused instead of misread."""
+        refuse(module, list(self.description.problems(module)))

@@ -1,0 +1,98 @@
+"""A patched module: one mixin before its own class, and a strategy that says what it does in training.
+
+Eval mode, ``no_grad`` and everything else are the module's own. Parameters are read from the module at every call, so
+copies and sharding are seen; that its parts are still those the ops know is checked whenever it enters training mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Strategy:
+    """What a patched module does. It is the module's ``sbp``."""
+
+    def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def check(self, module: nn.Module) -> None:
+        """Raise if the module can't be trained any more as it was described."""
+
+
+class Site(nn.Module):
+    """Stands before the class of a patched module. A name defined here would hide a part of that name in the module's
+    own class, so there are three: forward, train and sbp."""
+
+    sbp: Strategy
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.sbp.forward(self, *args, **kwargs)
+
+    def train(self, mode: bool = True) -> Self:
+        if mode:
+            self.sbp.check(self)
+        return super().train(mode)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class is made at run time: pickle and deepcopy make it again instead of looking it up by name.
+        if "sbp_origin" not in type(self).__dict__:
+            return super().__reduce_ex__(protocol)
+        return _rebuild, (type(self).__dict__["sbp_origin"],), self.__dict__.copy()
+
+
+def original(module: nn.Module) -> Callable[..., Any]:
+    """The forward of the module's own class."""
+    return super(Site, module).forward
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def bound_class(base: type[nn.Module]) -> type[nn.Module]:
+    """The class of a patched module whose own is ``base``."""
+    if base not in _CLASSES:
+        body = {"sbp_origin": base, "__module__": base.__module__, "__doc__": base.__doc__}
+        _CLASSES[base] = type(f"SBP{base.__name__}", (Site, base), body)
+    return _CLASSES[base]
+
+
+def _rebuild(base: type[nn.Module]) -> nn.Module:
+    cls = bound_class(base)
+    return cls.__new__(cls)
+
+
+def bind(module: nn.Module, strategy: Strategy) -> None:
+    module.__class__ = bound_class(type(module))
+    module.sbp = strategy  # type: ignore[assignment]
+
+
+def unbind(module: nn.Module) -> None:
+    module.__class__ = type(module).__dict__["sbp_origin"]
+    del module.sbp
+
+
+def patched_modules(model: nn.Module) -> Iterator[tuple[str, Site]]:
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, Site))
+
+
+def recomputing() -> bool:
+    """Inside a backward pass, where activation checkpointing repeats a forward: its masks are the ones drawn then."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def refuse(module: nn.Module, problems: list[str]) -> None:
+    """An error if there are any."""
+    if problems:
+        raise UsageError(
+            f"{type(module).__name__} was changed after torchsbp.apply: {'; '.join(problems)}. Call "
+            "torchsbp.remove(model) before such changes."
+        )

@@ -1,0 +1,120 @@
+"""What ``apply`` finds in a model: its backbones, their blocks, which of these are sampled, and what speaks against it."""
+
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from numbers import Integral
+
+from torch import nn
+
+from ..adapters import ADAPTERS, Adapter, Layout, Stage
+from ..adapters.base import NAME, Description, Plain, fitting
+from ..adapters.blocks import block_classes
+from ..adapters.names import find, qualified
+from ..config import SBPConfig
+from ..errors import UsageError
+
+
+@dataclass
+class Found:
+    """A block or down-sampling layer: its name, stage and description, its ratio's place over depth (None: not
+    sampled), and what speaks against it."""
+
+    name: str
+    module: nn.Module
+    stage: int
+    description: Description
+    depth: int | None
+    problems: list[str]
+
+
+def survey(model: nn.Module, adapter: Adapter, layout: Layout, config: SBPConfig) -> list[Found]:
+    """The modules that ``apply`` would patch, in the order they run, each with its problems."""
+    stages = layout.stages_of(model)
+    sampled = choose_blocks(model, adapter, stages, config)
+    found: list[Found] = []
+    depth = 0
+    for index, stage in enumerate(stages):
+        layers = [(name, adapter.describe(find(model, name)), name in sampled) for name in stage.blocks]
+        down = find(model, stage.downsample)
+        if down is not None and adapter.downsample is not None:
+            first = bool(layers) and layers[0][2]
+            layers.insert(0, (stage.downsample, fitting(adapter.downsample, down), first))
+        for name, description, is_sampled in layers:
+            place = depth if is_sampled else None
+            found.append(Found(name, find(model, name), index, description or Plain(), place, []))
+            if description is None:
+                classes = f"{qualified(found[-1].module)}; supported: {', '.join(adapter.blocks)}"
+                found[-1].problems.append(f"{name} is {classes}")
+            else:
+                found[-1].problems += problems_of(found[-1], found[:-1], config)
+            depth += is_sampled and name in stage.blocks
+    return [its for its in found if its.problems or not isinstance(its.description, Plain)]
+
+
+def problems_of(its: Found, before: list[Found], config: SBPConfig) -> list[str]:
+    """Why a described module can't be patched, one sentence each."""
+    problems = [f"{its.name} is the same module as {other.name}" for other in before if other.module is its.module][:1]
+    problems += [f"{its.name}: {problem}" for problem in its.description.problems(its.module)]
+    for module, part in its.description.bindings(its.module) if not problems else ():
+        if isinstance(vars(module).get(NAME, module._modules.get(NAME)), nn.Module | nn.Parameter):
+            problems.append(f"{its.name}: a part of it is called {NAME!r}, the name that torchsbp uses; rename it")
+    if its.depth is not None and config.attention not in its.description.rules:
+        allowed = ", ".join(repr(rule) for rule in its.description.rules)
+        problems.append(f"{its.name}: attention={config.attention!r} is not allowed here; allowed: {allowed}")
+    return problems
+
+
+def choose_blocks(model: nn.Module, adapter: Adapter, stages: list[Stage], config: SBPConfig) -> set[str]:
+    """The names of the sampled blocks, from the option ``blocks``."""
+    by_stage = [[name for name in stage.blocks if adapter.sampled(find(model, name))] for stage in stages]
+    names = [name for stage in by_stage for name in stage]
+    if not names:
+        raise UsageError(f"{adapter.name}: nothing to sample, none of the blocks is one of {', '.join(adapter.blocks)}")
+    wanted = config.blocks
+    if wanted is None or isinstance(wanted, (int, float)):
+        chosen = adapter.default_blocks([len(stage) for stage in by_stage], wanted)
+        result = {stage[i] for stage, picks in zip(by_stage, chosen, strict=True) for i in picks}
+    elif callable(wanted):
+        result = {name for name in names if wanted(name, find(model, name))}
+    else:
+        result = {match for item in wanted for match in matches(item, names)}
+    if not result:
+        raise UsageError(f"blocks={wanted!r} selects none of the {len(names)} blocks, {names[0]} … {names[-1]}")
+    return result
+
+
+def matches(item: object, names: list[str]) -> list[str]:
+    """The blocks that an index or a pattern means."""
+    if isinstance(item, Integral) and -len(names) <= item < len(names):
+        return [names[int(item)]]
+    found = [name for name in names if isinstance(item, str) and fnmatch(name, item)]
+    if not found:
+        raise UsageError(f"blocks: {item!r} matches none of the {len(names)} blocks, {names[0]} … {names[-1]}")
+    return found
+
+
+def refuse_problems(adapter: Adapter, found: list[Found]) -> None:
+    """An error that lists every reason why the modules can't be patched."""
+    problems = [problem for its in found for problem in its.problems]
+    if problems:
+        shown = "\n  ".join(problems[:12]) + (f"\n  … and {len(problems) - 12} more" if len(problems) > 12 else "")
+        raise UsageError(f"{adapter.name}: this model has parts that SBP does not support:\n  {shown}")
+
+
+def nothing_found(model: nn.Module) -> str:
+    """Why a model without a known backbone is refused, and the way out."""
+    known = [(name, module, a) for name, module in model.named_modules() for a in ADAPTERS if a.knows(module)]
+    if known:
+        name, module, adapter = known[0]
+        return (
+            f"blocks known, wrapper not: {qualified(model)} holds {len(known)} blocks of {adapter.name} (first {name!r}, "
+            f"{qualified(module)}), but how it calls them is not described. Call torchsbp.apply on the model before it is "
+            "wrapped, or describe the wrapper by a Layout (docs/adapters.md)."
+        )
+    blocks = ", ".join(block_classes(model)) or "not recognisable"
+    supported = "; ".join(f"{a.name} ({str(a.layouts[0].model).rpartition('.')[2]})" for a in ADAPTERS)
+    return (
+        f"nothing to patch in {qualified(model)}: its blocks are {blocks}. "
+        f"Supported, also inside another module: {supported}. "
+        "For your own position-wise layers use torchsbp.sbp(fn, x, keep, dim)."
+    )

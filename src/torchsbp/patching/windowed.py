@@ -1,0 +1,87 @@
+"""Strategies of blocks with attention in windows: their run on kept rows, and a norm behind their second sum."""
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..adapters import windowed as A
+from ..adapters.names import find
+from ..ops import rows as R
+from ..ops.windows import Windows, cut, cut_kept, join_kept, kept_scores
+from .replay import Inside, Replay, Residual
+from .sampled import runs
+from .site import Site, original
+
+
+@runs(A.Last)
+class Last(Inside):
+    """A norm behind a block's last sum. In training the block leaves it out and its strategy applies it: it is not
+    sampled, and the block is ``x + …``."""
+
+    def forward(self, module: nn.Module, x: Tensor) -> Tensor:
+        return x if self.block.training or self.replay is not None else original(module)(x)
+
+
+@runs(A.Windowed)
+class Windowed(Residual):
+    """A block with attention in windows: its own forward for all rows, and for kept rows what is described."""
+
+    def forward(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        y = super().forward(module, x, *args, **kwargs)
+        last = find(module, self.description.last)
+        return original(last)(y) if module.training and isinstance(last, Site) else y
+
+    def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        parts: A.Windowed = self.description
+        windows = self.windows(x)
+        if windows is not None:
+            parts.check_call(module, windows.grid, kwargs)
+        y = super().run(module, x, *args, windows=windows, **kwargs)
+        return (y, None) if parts.pair else y
+
+    def windows(self, x: Tensor) -> Windows | None:
+        """Where the kept rows are in the windows; None if all are kept."""
+        return self.sampling.kept(x.shape[0], R.count(x, self.description.dim)).windows
+
+    def compute(
+        self, module: nn.Module, x: Tensor, rows: R.Rows, *args: Any, windows: Windows | None = None, **kwargs: Any
+    ) -> Tensor:
+        if rows is None:
+            y = super().compute(module, x, None, *args, **kwargs)
+            return y[0] if isinstance(y, tuple) else y
+        assert windows is not None
+        return self.kept_rows(module, R.new_value(x.flatten(1, -2)), rows, windows)
+
+    def kept_rows(self, module: nn.Module, x: Tensor, rows: Tensor, windows: Windows) -> Tensor:
+        """The block for kept rows, given all rows ``[B, n, C]``."""
+        parts: A.Windowed = self.description
+        before, behind = self.around(module, parts.attention_norm)
+        source = before(x)
+        kept, queries = (R.take(t, rows).view(x.shape[0], -1, x.shape[-1]) for t in (x, source))
+        scores = partial(kept_scores, w=windows, batch=x.shape[0])
+        attention, everything = find(module, parts.attention), cut(source, windows)
+        y = parts.kept_query_attention(attention, cut_kept(queries, windows), everything, scores, windows.window)
+        kept = kept + self.dropped(behind(join_kept(y, windows)), parts.attention_drop, 0)
+        before, behind = self.around(module, parts.mlp_norm)
+        y = before(kept)
+        for name in parts.mlp.split():
+            y = find(module, name)(y)
+        return kept + self.dropped(behind(y), parts.mlp_drop, -1)
+
+    def around(self, module: nn.Module, norm: str) -> tuple[Any, Any]:
+        """What stands before a branch and what behind it."""
+        return (nothing, find(module, norm)) if self.description.post_norm else (find(module, norm), nothing)
+
+    def dropped(self, y: Tensor, name: str, call: int) -> Tensor:
+        """Times the factor that stochastic depth drew in the first run, of one module's two calls the given one."""
+        assert self.replay is not None
+        factors = self.replay.records.get(name)
+        return y if factors is None else y * factors[call].view(-1, 1, 1)
+
+    def repeatable(self, first: Replay) -> bool:
+        return True
+
+
+def nothing(x: Tensor) -> Tensor:
+    return x

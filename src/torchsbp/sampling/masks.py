@@ -1,0 +1,186 @@
+"""The kept rows of one backbone in the current training forward: drawn once, read by every sampled module."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+from ..ops.device import device_of
+from ..ops.windows import Windows
+from . import samplers, windows
+from .windows import Grid, Partition
+
+
+@dataclass(frozen=True)
+class SiteSpec:
+    """A sampled module: its name, its stage, its number of heads (0 where heads are not sampled), and how it cuts its
+    grid into windows (None: not at all)."""
+
+    name: str
+    stage: int
+    heads: int = 0
+    cut: Callable[[Grid], Partition] | None = None
+
+
+class Kept(NamedTuple):
+    """What a site keeps: rows, their inverse (where a device wants it), heads, and where the rows are in the windows of
+    its attention. None: all; no windows."""
+
+    rows: Tensor | None = None
+    inverse: Tensor | None = None
+    heads: Tensor | None = None
+    windows: Windows | None = None
+
+
+class Forward(NamedTuple):
+    """A training forward: its batch, the grid of every stage, and the step counter."""
+
+    batch: int
+    grids: tuple[Grid, ...]
+    step: Tensor
+
+
+class Masks:
+    """One mask per training forward for all layers of a backbone, drawn on the coarsest grid that is sampled.
+
+    ``shrinks`` has what every stage does to the grid at first; ``ratios`` the keep-ratio of every site, None while a
+    schedule has not been told the step. The step counter is a buffer of the entry module, so that it follows the model
+    to its device.
+    """
+
+    def __init__(
+        self,
+        sampler: str | samplers.Sampler,
+        seed: int,
+        per_sample: bool,
+        prefix: int,
+        shrinks: tuple[tuple[Callable[[Grid], Grid], ...], ...],
+        sites: tuple[SiteSpec, ...],
+    ) -> None:
+        self.sampler, self.seed, self.per_sample = sampler, seed, per_sample
+        self.prefix, self.shrinks, self.sites = prefix, shrinks, sites
+        self.ratios: tuple[float, ...] | None = None
+        self.batch = 0
+        self.grids: tuple[Grid, ...] = ()
+        self.pending: Forward | None = None  # masks are not drawn yet
+        self.drawn: tuple[Kept, ...] | None = None
+
+    def begin(self, batch: int, grid: Grid, step: Tensor) -> None:
+        """A new forward has begun with this first grid. Masks are drawn now, or under no_grad when first needed."""
+        grids = []
+        for shrinks in self.shrinks:
+            for shrink in shrinks:
+                grid = shrink(grid)
+            grids.append(grid)
+        self.pending = Forward(batch, tuple(grids), step)
+        if torch.is_grad_enabled():
+            self.draw()
+
+    def draw(self) -> None:
+        """Sample what every site keeps from (seed, step, rank), and count the step."""
+        if self.pending is None:
+            raise RuntimeError(
+                "a sampled block ran before the model's patch embedding or stem: SBP learns the image size there. "
+                "Call the model (or its forward_features), not its blocks alone."
+            )
+        if self.ratios is None:
+            raise RuntimeError(
+                "keep_ratio is a schedule over training: call torchsbp.set_step(model, step) before each step"
+            )
+        self.batch, self.grids, step = self.pending
+        self.drawn = None  # an error below leaves no rows of another grid behind
+        samples = self.batch if self.per_sample else 1
+        key = samplers.draw_key(self.seed, step, _rank(), samples)
+        coarse = self.grids[max(site.stage for site in self.sites)]
+        order = self._order(coarse, key, samples)
+        same: dict[tuple[int, float, Partition | None], Kept] = {}  # stage, ratio and windows decide about rows
+        drawn = []
+        for site, ratio in zip(self.sites, self.ratios, strict=True):
+            partition = None if site.cut is None else site.cut(self.grids[site.stage])
+            what = site.stage, ratio, partition
+            if what not in same:
+                same[what] = self._rows(order, key, coarse, *what)
+            drawn.append(same[what]._replace(heads=self._heads(site.heads, ratio, key)))
+        self.drawn = tuple(drawn)
+        step.add_(1)
+        self.pending = None
+
+    def _order(self, coarse: Grid, key: Tensor, samples: int) -> Tensor:
+        """All positions of the coarsest grid, those to keep first."""
+        assert self.ratios is not None
+        order = samplers.resolve(self.sampler)(coarse, self.ratios, key)
+        if tuple(order.shape) != (samples, math.prod(coarse)) or order.dtype != torch.int64:
+            raise UsageError(
+                f"the sampler must give an int64 order of shape {(samples, math.prod(coarse))}, all positions of the "
+                f"grid {coarse} for each sample; it gave {order.dtype} of shape {tuple(order.shape)}"
+            )
+        return order
+
+    def _rows(
+        self, order: Tensor, key: Tensor, coarse: Grid, stage: int, ratio: float, partition: Partition | None
+    ) -> Kept:
+        if ratio == 1:
+            return Kept()
+        assert self.ratios is not None
+        fine, cut = self.grids[stage], None
+        order = samplers.enlarge(order, coarse, fine)
+        counts = {
+            r: samplers.enlarged_count(samplers.count(self.sampler, coarse, r), coarse, fine) for r in self.ratios
+        }
+        if partition is None:
+            positions = samplers.first(order, counts[ratio])
+        else:  # windows have a few positions more or less to keep than the order says: these differ from step to step
+            order = samplers.shuffle(order, tuple(counts.values()), key)
+            positions, cut = windows.first_in_each(order, partition, ratio)
+        positions = self.prefix + positions
+        if self.prefix:
+            always = torch.arange(self.prefix, device=order.device).expand(positions.shape[0], -1)
+            positions = torch.cat([always, positions], 1)
+        n = self.positions(stage)
+        rows = (torch.arange(self.batch, device=order.device)[:, None] * n + positions).flatten()
+        return Kept(rows, device_of(rows).inverse(rows, self.batch * n), None, cut)
+
+    def _heads(self, heads: int, ratio: float, key: Tensor) -> Tensor | None:
+        """Kept heads of a site: a random subset, at least one, the same for the batch."""
+        if not heads or ratio == 1:
+            return None
+        order = samplers.SAMPLERS["random"]((heads,), (ratio,), key[:1])
+        return samplers.first(order, max(1, round(ratio * heads)))[0]
+
+    def positions(self, stage: int) -> int:
+        """Rows per sample."""
+        return self.prefix + math.prod(self.grids[stage])
+
+    def kept(self, site: int, batch: int, positions: int) -> Kept:
+        """What a site keeps whose input has that many samples and rows per sample."""
+        if self.drawn is None or self.pending is not None:
+            self.draw()
+        assert self.drawn is not None
+        name, stage = self.sites[site].name, self.sites[site].stage
+        expected = self.positions(stage)
+        if batch != self.batch or positions != expected:
+            raise UsageError(
+                f"{name} was given {batch} samples of {positions} positions, but the image gives "
+                f"{self.batch} samples of {expected} ({self.prefix} prefix tokens and a grid {self.grids[stage]}). "
+                "Tokens that were dropped, merged or added between the patch embedding and the blocks (by "
+                "patch_drop_rate or bool_masked_pos, for example) can't be mapped to the grid: switch that off."
+            )
+        return self.drawn[site]
+
+    def positions_kept(self, site: int, device: torch.device) -> Tensor:
+        """What a site has kept in the last training forward, ``[B, k]``, ascending; prefix tokens come first."""
+        if self.drawn is None:
+            raise RuntimeError("no forward has run in training mode with gradients: there are no kept positions yet")
+        rows, n = self.drawn[site].rows, self.positions(self.sites[site].stage)
+        if rows is None:
+            return torch.arange(n, device=device).repeat(self.batch, 1)
+        return (rows.view(self.batch, -1) % n).sort(dim=1).values  # rows of windows come window after window
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
