@@ -57,6 +57,6 @@ def kept_scores(bias: Tensor, w: Windows, batch: int) -> Tensor:
     added = bias.index_select(1, w.slots.flatten()).unflatten(1, (samples, count, k)).movedim(0, 2)
     if w.regions is not None:
         of_queries = w.regions.expand(samples, -1, -1).gather(2, w.slots)
-        apart = of_queries.unsqueeze(3) != w.regions.unsqueeze(1)
-        added = added + MASKED * apart.unsqueeze(2).to(added.dtype)
+        across = of_queries.unsqueeze(3) != w.regions.unsqueeze(1)
+        added = added + MASKED * across.unsqueeze(2).to(added.dtype)
     return added.expand(batch, -1, -1, -1, -1).flatten(0, 1)
