@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from . import samplers, schedules
-from .ops.attention import RULES
+from .ops.rules import RULES
 
 SCOPES = ("branch", "block")
 SCALES = ("none", "weight")

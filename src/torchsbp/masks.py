@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import partitions, samplers
 from .config import SBPConfig
-from .ops.rows import places
+from .ops.device import device_of
 from .ops.windows import Windows
 from .partitions import Partition
 
@@ -36,7 +36,7 @@ class Kept(NamedTuple):
     """Of one site: kept rows, their inverse (on a GPU), kept heads; None: all."""
 
     rows: Tensor | None = None
-    places: Tensor | None = None
+    inverse: Tensor | None = None
     heads: Tensor | None = None
 
 
@@ -66,7 +66,7 @@ class Masks:
         self.grids: tuple[Grid, ...] | None = None
         self.pending: tuple[int, tuple[Grid, ...], Tensor] | None = None  # a forward whose masks are not drawn yet
         self.rows: tuple[Tensor | None, ...] | None = None
-        self.places: tuple[Tensor | None, ...] | None = None
+        self.inverse: tuple[Tensor | None, ...] | None = None
         self.kept_heads: tuple[Tensor | None, ...] | None = None
         self.windows: tuple[Windows | None, ...] | None = None
 
@@ -113,8 +113,8 @@ class Masks:
                 drawn[site] = self._rows(order, key, coarse, *site)
         self.rows = tuple(drawn[site][0] for site in sites)
         self.windows = tuple(drawn[site][1] for site in sites)
-        inverse = {site: self._places(rows, site[0]) for site, (rows, _) in drawn.items()}
-        self.places = tuple(inverse[site] for site in sites)
+        inverse = {site: self._inverse(rows, site[0]) for site, (rows, _) in drawn.items()}
+        self.inverse = tuple(inverse[site] for site in sites)
         self.kept_heads = tuple(
             self._heads(heads, ratio, key) for heads, ratio in zip(self.heads, self.ratios, strict=True)
         )
@@ -144,11 +144,9 @@ class Masks:
         first = torch.arange(self.batch, device=order.device) * self.positions(stage)
         return (first[:, None] + positions).flatten(), windows
 
-    def _places(self, rows: Tensor | None, stage: int) -> Tensor | None:
+    def _inverse(self, rows: Tensor | None, stage: int) -> Tensor | None:
         """The inverse of the rows, which the kernels of a GPU read: made once for all sites."""
-        if rows is None or not rows.is_cuda:
-            return None
-        return places(rows, self.batch * self.positions(stage))
+        return None if rows is None else device_of(rows).inverse(rows, self.batch * self.positions(stage))
 
     def _heads(self, heads: int, ratio: float, key: Tensor) -> Tensor | None:
         """Kept heads of a site under rule "head": a random subset, at least one, the same for the batch."""
@@ -166,7 +164,7 @@ class Masks:
         """What a site keeps whose input has that many samples and rows per sample."""
         self._drawn()
         assert self.rows is not None
-        assert self.places is not None
+        assert self.inverse is not None
         assert self.kept_heads is not None
         assert self.grids is not None
         expected = self.positions(self.stages[site])
@@ -178,7 +176,7 @@ class Masks:
                 "embedding and the blocks (by patch_drop_rate or bool_masked_pos, for example) can't be mapped to the "
                 "grid: switch that off."
             )
-        return Kept(self.rows[site], self.places[site], self.kept_heads[site])
+        return Kept(self.rows[site], self.inverse[site], self.kept_heads[site])
 
     def windows_of(self, site: int) -> Windows | None:
         """Where the rows of a site are in the windows of its attention; None if it has none or keeps everything."""

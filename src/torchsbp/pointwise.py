@@ -10,7 +10,7 @@ from .adapters.residual import Patches, PointwiseBlock
 from .masks import Kept
 from .ops import rows as R
 from .ops.downsample import patch_rows
-from .ops.layers import Backward
+from .ops.layers import BackwardOptions
 from .residual import RerunSite, ResidualBinding, Run, tokens
 from .sites import ConvSite, Site, output_size, through
 
@@ -18,14 +18,14 @@ from .sites import ConvSite, Site, output_size, through
 class PointwiseSite(RerunSite, ConvSite):
     """A ConvNeXt block whose pointwise part runs again on kept rows of the convolution's output, which are saved."""
 
-    def branch(self, u: Tensor, kept: Kept, how: Backward) -> Tensor:
+    def branch(self, u: Tensor, kept: Kept, options: BackwardOptions) -> Tensor:
         b: ResidualBinding = self.sbp
         parts: PointwiseBlock = b.parts
         dim = parts.dim(self)
         u = u if dim == 2 else u.permute(0, 2, 3, 1)
         first = Run(u, b.positions(R.count(u, dim), dim))
         seen = u if kept.rows is None else R.take_map(u, kept.rows, dim)
-        y = self.twice(first, seen, None, kept.rows, how)
+        y = self.twice(first, seen, None, kept.rows, options)
         return through(self, parts.drop, y if dim == 2 else y.permute(0, 3, 1, 2))
 
     def own(self, x: Tensor, rows: R.Rows, *args: Any, **kwargs: Any) -> Tensor:
@@ -74,7 +74,7 @@ class PatchSite(RerunSite):
             inputs = patch_rows(rows, x.shape[2:], out, conv.kernel_size, conv.stride)
             patches = R.take(R.channels_last(x, 2), inputs).view(-1, *conv.kernel_size, x.shape[1])
             seen = patches.permute(0, 3, 1, 2)
-        return self.twice(Run(x, b.positions(n, 2)), seen, None, rows, b.how(rows, batch, n))
+        return self.twice(Run(x, b.positions(n, 2)), seen, None, rows, b.options(rows, batch, n))
 
     def own(self, x: Tensor, rows: R.Rows, *args: Any, **kwargs: Any) -> Tensor:
         y = super(Site, self).forward(x)

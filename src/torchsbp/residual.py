@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from .adapters.mixers import answer_of
 from .adapters.residual import Mixer, Residual, is_drop_path
 from .ops import rows as R
-from .ops.layers import Backward, autocast_dtype
+from .ops.layers import BackwardOptions, autocast_dtype
 from .ops.rerun import casts_anew, graft, inner, rerun
 from .sites import Binding, SampledSite, Site
 
@@ -93,7 +93,7 @@ class MixerSite(Site):
         if run is None or run.rows is None:
             return super().forward(x, *args, **kwargs)
         mixer: Mixer = self.sbp.part
-        everything = x if mixer.whole else mixer.input_of(self.sbp.block, R.apart(run.x))
+        everything = x if mixer.whole else mixer.input_of(self.sbp.block, R.new_value(run.x))
         answer = answer_of(self, kwargs)
         if answer is not None:
             kept = R.take_map(x, run.rows, mixer.dim) if mixer.whole else x
@@ -109,7 +109,7 @@ class SourceSite(Site):
 
     def forward(self, x: Tensor) -> Tensor:
         run = self.sbp.run
-        return super().forward(x if run is None or run.rows is None else R.apart(run.x))
+        return super().forward(x if run is None or run.rows is None else R.new_value(run.x))
 
 
 class ShortcutSite(Site):
@@ -145,28 +145,35 @@ class RerunSite(SampledSite):
     binding = ResidualBinding
 
     def twice(
-        self, first: Run, seen: Tensor, residual: Tensor | None, rows: R.Rows, how: Backward, *args: Any, **kwargs: Any
+        self,
+        first: Run,
+        seen: Tensor,
+        residual: Tensor | None,
+        rows: R.Rows,
+        options: BackwardOptions,
+        *args: Any,
+        **kwargs: Any,
     ) -> Tensor:
         """The first run, with the gradient of a second one on kept rows: ``seen`` is what that needs of the input, and
         ``residual``, on the residual path, has its gradient from dropped rows."""
         b: ResidualBinding = self.sbp
         x, dim, draws = first.x, first.where.dim, first.draws
-        if rows is None and not how.recompute:
+        if rows is None and not options.recompute:
             return self.own(x, None, *args, **kwargs)
         if rows is None and torch.compiler.is_compiling():
             return checkpoint(self.own, x, None, *args, use_reentrant=False, **kwargs)
         with torch.no_grad(), casts_anew(x, autocast_dtype(x)), b.running(first):
             y = self.own(x, None, *args, **kwargs)
-        if how.recompute and not torch.compiler.is_compiling():
+        if options.recompute and not torch.compiler.is_compiling():
             again, tensors = Again.of(self, first.where, draws, args, kwargs)
-            return rerun(again, y, seen, residual, rows, tensors, how, dim)
-        seen = inner(seen, how)
+            return rerun(again, y, seen, residual, rows, tensors, options, dim)
+        seen = inner(seen, options)
         with b.running(Run(seen, first.where, draws, True, rows)):
-            if how.recompute and self.repeatable(draws):
+            if options.recompute and self.repeatable(draws):
                 kept = checkpoint(self.own, seen, rows, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
             else:
                 kept = self.own(seen, rows, *args, **kwargs)
-        return graft(y, kept, residual, rows, how, dim)
+        return graft(y, kept, residual, rows, options, dim)
 
     def repeatable(self, draws: Draws) -> bool:
         """A part that draws twice counts its calls, which a checkpointed region of a compiled graph must not."""
@@ -189,12 +196,12 @@ class ResidualSite(RerunSite):
         residual = x if shortcut is None else shortcut(x)
         batch, n = x.shape[0], R.count(residual, parts.dim)
         rows = b.kept(batch, n).rows
-        how = b.how(rows, batch, n)
+        options = b.options(rows, batch, n)
         first = Run(x, b.positions(n, parts.dim))
         if shortcut is not None:
             kept = residual if rows is None else R.take_map(residual, rows, parts.dim)
-            first.shortcut, first.draws[parts.shortcut] = residual, [inner(kept, how)]
-        return self.twice(first, x, residual, rows, how, *args, **kwargs)
+            first.shortcut, first.draws[parts.shortcut] = residual, [inner(kept, options)]
+        return self.twice(first, x, residual, rows, options, *args, **kwargs)
 
     def own(self, x: Tensor, rows: R.Rows, *args: Any, **kwargs: Any) -> Tensor:
         parts: Residual = self.sbp.parts
@@ -202,7 +209,7 @@ class ResidualSite(RerunSite):
         if rows is None:
             return forward(x, *args, **kwargs)
         if not parts.mixers:
-            return tokens(R.take_map(forward(R.apart(x), *args, **kwargs), rows, parts.dim), parts.dim)
+            return tokens(R.take_map(forward(R.new_value(x), *args, **kwargs), rows, parts.dim), parts.dim)
         given = x if parts.shortcut in self.sbp.run.draws else R.take_map(x, rows, parts.dim)
         return tokens(forward(given, *args, **kwargs), parts.dim)
 

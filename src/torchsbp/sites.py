@@ -17,12 +17,15 @@ from .adapters import lora
 from .adapters import parts as P
 from .adapters.base import Adapter
 from .masks import Kept, Masks
-from .ops.attention import Attention, AttentionSpec, attention_branch
+from .ops.activations import activation_of
+from .ops.attention import attention_branch
 from .ops.block import transformer_block
-from .ops.downsample import Downsample, DownsampleSpec, downsample
+from .ops.downsample import DownsampleParams, DownsampleSpec, downsample
 from .ops.gate import gate
-from .ops.layers import Backward, autocast_dtype
-from .ops.mlp import MLP, MLPSpec, mlp_branch
+from .ops.heads import AttentionParams, AttentionSpec
+from .ops.layers import BackwardOptions, autocast_dtype
+from .ops.mlp import MLPParams, MLPSpec, mlp_branch
+from .ops.rules import RULES
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -43,10 +46,10 @@ class Binding:
     def kept(self, batch: int, positions: int) -> Kept:
         return Kept() if self.site is None else self.masks.rows_of(self.site, batch, positions)
 
-    def how(self, rows: Tensor | None, batch: int, positions: int) -> Backward:
+    def options(self, rows: Tensor | None, batch: int, positions: int) -> BackwardOptions:
         config = self.masks.config
         scale = 1.0 if rows is None or config.scale == "none" else batch * positions / rows.shape[0]
-        return Backward(config.scope, self.recompute, scale)
+        return BackwardOptions(config.scope, self.recompute, scale)
 
 
 class Site(nn.Module):
@@ -177,8 +180,8 @@ class TransformerSite(SampledSite):
         b: Binding = self.sbp
         parts: P.TransformerBlock = b.parts
         batch, positions = x.shape[:2]
-        rows, places, heads = b.kept(batch, positions)
-        how = b.how(rows, batch, positions)
+        rows, inverse, heads = b.kept(batch, positions)
+        options = b.options(rows, batch, positions)
         attention, attention_spec = attention_of(self, parts, "query" if b.site is None else b.masks.config.attention)
         mlp, mlp_spec = mlp_of(self, parts.norm2, parts)
         mlp = mlp._replace(scale=P.find(self, parts.scale2))
@@ -186,12 +189,12 @@ class TransformerSite(SampledSite):
             drop_factor(P.find(self, parts.drop1), x, attention.scale),
             drop_factor(P.find(self, parts.drop2), x, mlp.scale),
         )
-        if attention_spec.rule != "head":
+        if not attention_spec.rule.heads:
             return transformer_block(
-                x, rows, attention, attention_spec, mlp, mlp_spec, places=places, factors=factors, how=how
+                x, rows, attention, attention_spec, mlp, mlp_spec, inverse=inverse, factors=factors, options=options
             )
-        x = attention_branch(x, None, attention, attention_spec, heads=heads, factor=factors[0], how=how)
-        return mlp_branch(x, rows, mlp, mlp_spec, places=places, factor=factors[1], how=how)
+        x = attention_branch(x, None, attention, attention_spec, heads=heads, factor=factors[0], options=options)
+        return mlp_branch(x, rows, mlp, mlp_spec, inverse=inverse, factor=factors[1], options=options)
 
 
 class ConvSite(SampledSite):
@@ -200,13 +203,13 @@ class ConvSite(SampledSite):
         u = P.find(self, b.parts.conv)(through(self, b.parts.pool, x))
         batch, positions = u.shape[0], u.shape[2] * u.shape[3]
         kept = b.kept(batch, positions)
-        how = b.how(kept.rows, batch, positions)
-        y = self.branch(u, kept, how) + through(self, b.parts.shortcut, x)
-        if how.scope == "branch":
+        options = b.options(kept.rows, batch, positions)
+        y = self.branch(u, kept, options) + through(self, b.parts.shortcut, x)
+        if options.scope == "branch":
             return y
         return gate(y.permute(0, 2, 3, 1), kept.rows).permute(0, 3, 1, 2)
 
-    def branch(self, u: Tensor, kept: Kept, how: Backward) -> Tensor:
+    def branch(self, u: Tensor, kept: Kept, options: BackwardOptions) -> Tensor:
         """What the block adds to its shortcut, from the output of its convolution ``[B, C, H, W]``."""
         parts: P.ConvBlock = self.sbp.parts
         mlp, spec = mlp_of(self, parts.norm, parts)
@@ -214,7 +217,7 @@ class ConvSite(SampledSite):
         mlp = mlp._replace(scale=None if scale is None else scale.flatten())
         factor = drop_factor(P.find(self, parts.drop), u, scale)
         u = u.permute(0, 2, 3, 1)
-        y = mlp_branch(u, kept.rows, mlp, spec, places=kept.places, factor=factor, residual=False, how=how)
+        y = mlp_branch(u, kept.rows, mlp, spec, inverse=kept.inverse, factor=factor, residual=False, options=options)
         return y.permute(0, 3, 1, 2)
 
 
@@ -226,8 +229,8 @@ class DownsampleSite(SampledSite):
         rows = b.kept(batch, positions).rows
         static = P.norm_of(norm)
         assert static is not None
-        params = Downsample(*affine(norm), *affine(conv))
-        return downsample(x, rows, params, DownsampleSpec(conv.stride, static), b.how(rows, batch, positions))
+        params = DownsampleParams(*affine(norm), *affine(conv))
+        return downsample(x, rows, params, DownsampleSpec(conv.stride, static), b.options(rows, batch, positions))
 
 
 class DownsampleListSite(DownsampleSite):
@@ -274,18 +277,18 @@ def matrix(block: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
     return lora.weight(layer), layer.base_layer.bias
 
 
-def attention_of(block: nn.Module, parts: P.TransformerBlock, rule: str) -> tuple[Attention, AttentionSpec]:
+def attention_of(block: nn.Module, parts: P.TransformerBlock, rule: str) -> tuple[AttentionParams, AttentionSpec]:
     norm, scale = P.find(block, parts.norm1), P.find(block, parts.scale1)
     q_norm, k_norm = P.find(block, parts.q_norm), P.find(block, parts.k_norm)
     qkv, proj = projection_of(block, parts.qkv), matrix(block, parts.proj)
-    params = Attention(*affine(norm), *qkv, *affine(q_norm), *affine(k_norm), *proj, scale)
+    params = AttentionParams(*affine(norm), *qkv, *affine(q_norm), *affine(k_norm), *proj, scale)
     static = P.norm_of(norm)
     assert static is not None
     heads, softmax_scale = P.find(block, parts.heads), P.find(block, parts.softmax_scale)
     if softmax_scale is None:
         softmax_scale = (params.qkv_weight.shape[0] // (3 * heads)) ** -0.5
     fused = P.FUSED[P.find(block, parts.fused)]
-    return params, AttentionSpec(heads, softmax_scale, static, P.norm_of(q_norm), fused, rule)
+    return params, AttentionSpec(heads, softmax_scale, static, P.norm_of(q_norm), fused, RULES[rule])
 
 
 def projection_of(block: nn.Module, name: str | tuple[str, ...]) -> tuple[Any, Any]:
@@ -296,12 +299,14 @@ def projection_of(block: nn.Module, name: str | tuple[str, ...]) -> tuple[Any, A
     return (part, P.find(block, name.replace("weight", "bias"))) if isinstance(part, Tensor) else matrix(block, name)
 
 
-def mlp_of(block: nn.Module, norm_name: str, parts: Any) -> tuple[MLP, MLPSpec]:
+def mlp_of(block: nn.Module, norm_name: str, parts: Any) -> tuple[MLPParams, MLPSpec]:
     norm = P.find(block, norm_name)
     static = P.norm_of(norm)
     assert static is not None
-    params = MLP(*affine(norm), *matrix(block, parts.fc1), *matrix(block, parts.fc2))
-    return params, MLPSpec(static, P.activation_of(P.find(block, parts.act)))
+    params = MLPParams(*affine(norm), *matrix(block, parts.fc1), *matrix(block, parts.fc2))
+    act = activation_of(P.find(block, parts.act))
+    assert act is not None
+    return params, MLPSpec(static, act)
 
 
 def drop_factor(drop_path: nn.Module | None, x: Tensor, scale: Tensor | None) -> Tensor | None:

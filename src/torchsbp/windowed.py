@@ -46,7 +46,7 @@ class WindowSite(ResidualSite):
             y = super().own(x, None, *args, **kwargs)
             return y[0] if isinstance(y, tuple) else y
         assert windows is not None
-        return self.kept_rows(R.apart(x.flatten(1, -2)), rows, windows)
+        return self.kept_rows(R.new_value(x.flatten(1, -2)), rows, windows)
 
     def kept_rows(self, x: Tensor, rows: Tensor, windows: Windows) -> Tensor:
         """The block for kept rows, given all rows ``[B, n, C]``."""

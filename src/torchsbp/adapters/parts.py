@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ..ops.attention import RULES
+from ..ops.activations import ACTIVATIONS, activation_of
 from ..ops.layers import Norm
+from ..ops.rules import RULES
 from . import lora
 
 NORMS = {
@@ -21,18 +22,6 @@ NORMS = {
     "timm.layers.norm.RmsNorm": "rms",
     "torchvision.models.convnext.LayerNorm2d": "layer",
     "transformers.models.convnext.modeling_convnext.ConvNextLayerNorm": "layer",
-}
-ACTIVATIONS = {
-    "torch.nn.modules.activation.GELU": "gelu",
-    "torch.nn.modules.activation.SiLU": "silu",
-    "torch.nn.modules.activation.ReLU": "relu",
-    "timm.layers.activations.GELU": "gelu",
-    "timm.layers.activations.GELUTanh": "gelu_tanh",
-    "timm.layers.activations.QuickGELU": "quick_gelu",
-    "transformers.activations.GELUActivation": "gelu",
-    "transformers.activations.GELUTanh": "gelu_tanh",
-    "transformers.activations.QuickGELUActivation": "quick_gelu",
-    "transformers.activations.SiLUActivation": "silu",
 }
 LINEARS = (
     "torch.nn.modules.linear.Linear",
@@ -94,7 +83,7 @@ class Parts:
     called: ClassVar[tuple[str, ...]] = ()
     """Fields whose modules are still called as modules; of the others the ops only read the parameters."""
     hooks: ClassVar[str] = "would not run in training"
-    rules: ClassVar[tuple[str, ...]] = RULES
+    rules: ClassVar[tuple[str, ...]] = tuple(RULES)
     """The attention rules that the ops have for such a block."""
 
     def problems(self, block: nn.Module) -> Iterator[str]:
@@ -199,11 +188,6 @@ def norm_of(module: nn.Module | None) -> Norm | None:
     return Norm(module.eps, NORMS[qualified(module)])  # type: ignore[arg-type]
 
 
-def activation_of(module: nn.Module) -> str:
-    name = ACTIVATIONS[qualified(module)]
-    return "gelu_tanh" if name == "gelu" and getattr(module, "approximate", "none") == "tanh" else name
-
-
 def _hooks(module: nn.Module) -> Iterator[Any]:
     return (hook for kind in HOOKS for hook in (getattr(module, kind) or {}).values())
 
@@ -260,8 +244,9 @@ def _is_pointwise(part: Any) -> bool:
 
 
 def _check_activation(name: str, part: Any) -> Iterator[str]:
-    if qualified(part) not in ACTIVATIONS:
-        yield f"{name} is {_class(part)}; supported activations: {', '.join(ACTIVATIONS)}"
+    if activation_of(part) is None:
+        modules = [module for activation in ACTIVATIONS.values() for module in activation.modules]
+        yield f"{name} is {_class(part)}; supported activations: {', '.join(modules)}"
 
 
 def _check_drop_path(name: str, part: Any) -> Iterator[str]:
