@@ -14,11 +14,11 @@ from torch import nn
 
 import torchsbp
 from torchsbp import SBPConfig
-from torchsbp.memory import cuda
 from torchsbp.memory.blocks import Saved, block_names
 from torchsbp.memory.estimating import describe
 from torchsbp.memory.measuring import measure_config
-from torchsbp.ops.downsample import Downsample, DownsampleSpec, downsample
+from torchsbp.ops.device import DEVICES, device_of
+from torchsbp.ops.downsample import DownsampleParams, DownsampleSpec, downsample
 
 from .counting import SavedBytes
 from .families import FAMILIES, images
@@ -147,11 +147,13 @@ def test_a_patched_model_is_taken_as_it_is():
 
 
 def test_everything_of_pytorch_is_itself_again():
-    functions = [getattr(owner, name) for owner, name, _ in cuda.replacements()]
+    functions = [F.scaled_dot_product_attention, F.dropout, F.layer_norm, torch.softmax]
     with pytest.raises(ValueError, match="refuses"):
         torchsbp.estimate(vit, (2, 3, 32, 32))
-    assert functions == [getattr(owner, name) for owner, name, _ in cuda.replacements()]
+    assert functions == [F.scaled_dot_product_attention, F.dropout, F.layer_norm, torch.softmax]
     assert "softmax" not in vars(torch.Tensor)
+    assert torch._C._len_torch_function_stack() == 0
+    assert device_of(torch.empty(1)) is DEVICES["cpu"]
 
 
 class ConvThenNorm(nn.Module):
@@ -303,7 +305,7 @@ def test_the_formulas_of_a_convnext_block(name):
 def test_the_formula_of_a_down_sampling_layer():
     """Patches of 2×2 rows of k kept outputs, before the norm, and k indices."""
     x, rows, C = torch.randn(2, 8, 6, 6), torch.tensor([0, 4, 10]), 8
-    params = Downsample(torch.ones(C), torch.zeros(C), torch.randn(4, C, 2, 2, requires_grad=True), None)
+    params = DownsampleParams(torch.ones(C), torch.zeros(C), torch.randn(4, C, 2, 2, requires_grad=True), None)
     model = nn.ParameterList([p for p in params if p is not None])
     with SavedBytes(model, *[p for p in params if p is not None]) as saved:
         downsample(x, rows, params, DownsampleSpec((2, 2)))

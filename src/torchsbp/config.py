@@ -25,8 +25,8 @@ class SBPConfig:
       list with one ratio per sampled block, or ``schedules.Milestones`` over training.
     - ``sampler``: a name in ``samplers.SAMPLERS`` or a callable of that type.
     - ``attention``: which gradients an attention layer drops: "query", "qkv" or "head".
-    - ``blocks``: which blocks are sampled. None: those of the papers for the model's family; a fraction of the blocks, counted
-      from where theirs begin; block indices; block names (``*`` matches); a filter (name, module) -> bool.
+    - ``blocks``: which blocks are sampled. None: those of the papers for the model's family; a fraction of the blocks,
+      counted from where theirs begin; block indices; block names (``*`` matches); a filter (name, module) -> bool.
     - ``scope``: "branch" keeps the residual path's gradient everywhere, "block" gates it too.
     - ``per_sample``: a mask for every image instead of one for the batch.
     - ``scale``: "weight" multiplies weight gradients of sampled branches by 1/r (for SGD; docs/method.md, section 4).
@@ -60,8 +60,9 @@ class SBPConfig:
             raise UsageError(f"recompute={self.recompute!r} is not allowed; allowed: True, False, a number in [0, 1]")
         if isinstance(self.blocks, (bool, str)) or (isinstance(self.blocks, (int, float)) and not 0 < self.blocks <= 1):
             raise UsageError(
-                f"blocks={self.blocks!r} is not allowed; use None (the papers' choice for the family), a fraction in (0, 1], a list "
-                'of block indices, a list of block names such as ["blocks.4"], or a filter (name, module) -> bool'
+                f"blocks={self.blocks!r} is not allowed; use None (the papers' choice for the family), a fraction in "
+                '(0, 1], a list of block indices, a list of block names such as ["blocks.4"], or a filter '
+                "(name, module) -> bool"
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise UsageTypeError(f"seed must be an int, got {self.seed!r}")

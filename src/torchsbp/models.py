@@ -14,7 +14,7 @@ from .adapters.parts import Parts, qualified
 from .adapters.residual import bare_name
 from .config import SBPConfig
 from .memory.names import find_model
-from .ops.attention import RULES
+from .ops.rules import RULES
 from .patch import block_classes, find_backbones, survey
 
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from torchsbp.ops.attention import Attention
-from torchsbp.ops.downsample import Downsample
-from torchsbp.ops.mlp import MLP
+from torchsbp.ops.downsample import DownsampleParams
+from torchsbp.ops.heads import AttentionParams
+from torchsbp.ops.mlp import MLPParams
 
 RATIOS = (1.0, 0.75, 0.5, 0.25, 0.1)
 
@@ -14,11 +14,11 @@ def param(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return (torch.randn(*shape, dtype=dtype) * 0.5).requires_grad_()
 
 
-def mlp_params(c: int, hidden: int, *, bias: bool = True, scale: bool = True, **kw) -> MLP:
+def mlp_params(c: int, hidden: int, *, bias: bool = True, scale: bool = True, **kw) -> MLPParams:
     def b(n: int) -> Tensor | None:
         return param(n, **kw) if bias else None
 
-    return MLP(
+    return MLPParams(
         param(c, **kw), b(c), param(hidden, c, **kw), b(hidden), param(c, hidden, **kw), b(c),
         param(c, **kw) if scale else None,
     )  # fmt: skip
@@ -26,21 +26,21 @@ def mlp_params(c: int, hidden: int, *, bias: bool = True, scale: bool = True, **
 
 def attention_params(
     c: int, heads: int, *, bias: bool = True, scale: bool = True, qk_norm: bool = False, **kw
-) -> Attention:
+) -> AttentionParams:
     def b(n: int) -> Tensor | None:
         return param(n, **kw) if bias else None
 
     d = c // heads
     qk = [param(d, **kw), b(d), param(d, **kw), b(d)] if qk_norm else [None] * 4
-    return Attention(
+    return AttentionParams(
         param(c, **kw), b(c), param(3 * c, c, **kw), b(3 * c), *qk, param(c, c, **kw), b(c),
         param(c, **kw) if scale else None,
     )  # fmt: skip
 
 
-def downsample_params(c: int, out: int, kernel: int, *, bias: bool = True, **kw) -> Downsample:
+def downsample_params(c: int, out: int, kernel: int, *, bias: bool = True, **kw) -> DownsampleParams:
     b = param(c, **kw) if bias else None
-    return Downsample(param(c, **kw), b, param(out, c, kernel, kernel, **kw), param(out, **kw) if bias else None)
+    return DownsampleParams(param(c, **kw), b, param(out, c, kernel, kernel, **kw), param(out, **kw) if bias else None)
 
 
 def kept_rows(samples: int, n: int, ratio: float, shared: bool = False) -> Tensor | None:

@@ -2,8 +2,10 @@ import pytest
 import torch
 
 from torchsbp.ops import reference
-from torchsbp.ops.attention import Attention, AttentionSpec, attention_branch
-from torchsbp.ops.layers import Backward, Norm
+from torchsbp.ops.attention import attention_branch
+from torchsbp.ops.heads import AttentionParams, AttentionSpec
+from torchsbp.ops.layers import BackwardOptions, Norm
+from torchsbp.ops.rules import RULES
 
 from .helpers import RATIOS, assert_same_gradients, attention_params, gradients, kept_rows
 
@@ -17,12 +19,12 @@ def inputs(**kw):
 
 
 def spec_of(rule: str, **kw) -> AttentionSpec:
-    return AttentionSpec(HEADS, (C // HEADS) ** -0.5, rule=rule, **kw)
+    return AttentionSpec(HEADS, (C // HEADS) ** -0.5, rule=RULES[rule], **kw)
 
 
-def check(x, dy, p, rows, heads, spec, factor=None, how=Backward()):
-    ours = attention_branch(x, rows, p, spec, heads=heads, factor=factor, how=how)
-    theirs = reference.attention_branch(x, rows, p, spec, heads, factor, how.scope)
+def check(x, dy, p, rows, heads, spec, factor=None, options=BackwardOptions()):
+    ours = attention_branch(x, rows, p, spec, heads=heads, factor=factor, options=options)
+    theirs = reference.attention_branch(x, rows, p, spec, heads, factor, options.scope)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     assert_same_gradients(gradients(ours, dy, (x, *p)), gradients(theirs, dy, (x, *p)))
 
@@ -36,7 +38,7 @@ def test_rows_equal_reference(ratio, rule, scope, fused, recompute):
     x, dy, p = inputs()
     factor = torch.tensor([0.0, 1.0, 2.0], dtype=x.dtype)
     spec = spec_of(rule, fused=fused)
-    check(x, dy, p, kept_rows(B, N, ratio), None, spec, factor, Backward(scope, recompute))
+    check(x, dy, p, kept_rows(B, N, ratio), None, spec, factor, BackwardOptions(scope, recompute))
 
 
 @pytest.mark.parametrize("recompute", [True, False])
@@ -44,7 +46,7 @@ def test_rows_equal_reference(ratio, rule, scope, fused, recompute):
 def test_heads_equal_reference(heads, recompute):
     x, dy, p = inputs(qk_norm=True)
     spec = spec_of("head", qk_norm=Norm())
-    check(x, dy, p, None, torch.tensor(heads), spec, how=Backward(recompute=recompute))
+    check(x, dy, p, None, torch.tensor(heads), spec, options=BackwardOptions(recompute=recompute))
 
 
 @pytest.mark.parametrize("rule", ["query", "qkv", "head"])
@@ -77,16 +79,15 @@ def test_gradcheck_at_ratio_one():
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     p = attention_params(4, 2, qk_norm=True)
     spec = AttentionSpec(2, 0.7, qk_norm=Norm())
-    assert torch.autograd.gradcheck(lambda x, *p: attention_branch(x, None, Attention(*p), spec), (x, *p))
+    assert torch.autograd.gradcheck(lambda x, *p: attention_branch(x, None, AttentionParams(*p), spec), (x, *p))
 
 
-@pytest.mark.parametrize("frozen", range(11))
+@pytest.mark.parametrize("frozen", AttentionParams._fields)
 def test_frozen_parameter_gets_no_gradient_and_the_others_keep_theirs(frozen):
     x, dy, p = inputs(qk_norm=True)
     rows, spec = kept_rows(B, N, 0.5), spec_of("query", qk_norm=Norm())
     everything = gradients(attention_branch(x, rows, p, spec), dy, (x, *p))
-    p[frozen].requires_grad_(False)
+    getattr(p, frozen).requires_grad_(False)
     ours = gradients(attention_branch(x, rows, p, spec), dy, (x, *p))
-    assert ours[frozen + 1] is None
-    for i, (a, b) in enumerate(zip(ours, everything, strict=True)):
-        assert i == frozen + 1 or torch.allclose(a, b, rtol=1e-12, atol=1e-14)
+    for name, a, b in zip(("x", *p._fields), ours, everything, strict=True):
+        assert a is None if name == frozen else torch.allclose(a, b, rtol=1e-12, atol=1e-14)

@@ -2,10 +2,12 @@ import pytest
 import torch
 
 from torchsbp.ops import reference
-from torchsbp.ops.attention import Attention, AttentionSpec
 from torchsbp.ops.block import transformer_block
-from torchsbp.ops.layers import Backward
-from torchsbp.ops.mlp import MLP, MLPSpec
+from torchsbp.ops.heads import AttentionParams, AttentionSpec
+from torchsbp.ops.layers import BackwardOptions
+from torchsbp.ops.mlp import MLPParams, MLPSpec
+from torchsbp.ops.named import split
+from torchsbp.ops.rules import RULES
 
 from .helpers import RATIOS, assert_same_gradients, attention_params, gradients, kept_rows, mlp_params
 
@@ -19,7 +21,7 @@ def inputs(**kw):
 
 
 def spec_of(rule: str) -> AttentionSpec:
-    return AttentionSpec(HEADS, (C // HEADS) ** -0.5, rule=rule)
+    return AttentionSpec(HEADS, (C // HEADS) ** -0.5, rule=RULES[rule])
 
 
 @pytest.mark.parametrize("recompute", [True, False])
@@ -30,9 +32,10 @@ def test_equals_reference(ratio, rule, scope, recompute):
     x, dy, p1, p2 = inputs()
     rows, spec = kept_rows(B, N, ratio), spec_of(rule)
     factors = torch.tensor([[0.0, 1.0, 2.0], [2.0, 0.0, 1.0]], dtype=x.dtype).unbind()
-    ours = transformer_block(x, rows, p1, spec, p2, MLPSpec(), factors=factors, how=Backward(scope, recompute))
-    middle = reference.attention_branch(x, rows, p1, spec, None, factors[0], scope)
-    theirs = reference.mlp_branch(middle, rows, p2, MLPSpec(), factors[1], scope)
+    ours = transformer_block(
+        x, rows, p1, spec, p2, MLPSpec(), factors=factors, options=BackwardOptions(scope, recompute)
+    )
+    theirs = reference.transformer_block(x, rows, p1, spec, p2, MLPSpec(), factors, scope)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     leaves = (x, *p1, *p2)
     assert_same_gradients(gradients(ours, dy, leaves), gradients(theirs, dy, leaves))
@@ -42,7 +45,7 @@ def test_without_biases_and_scales():
     x, dy, p1, p2 = inputs(bias=False, scale=False)
     rows = kept_rows(B, N, 0.5)
     ours = transformer_block(x, rows, p1, spec_of("query"), p2, MLPSpec())
-    theirs = reference.mlp_branch(reference.attention_branch(x, rows, p1, spec_of("query")), rows, p2, MLPSpec())
+    theirs = reference.transformer_block(x, rows, p1, spec_of("query"), p2, MLPSpec())
     leaves = (x, *p1, *p2)
     assert_same_gradients(gradients(ours, dy, leaves), gradients(theirs, dy, leaves))
 
@@ -51,10 +54,11 @@ def test_gradcheck_at_ratio_one():
     torch.manual_seed(0)
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     p1, p2 = attention_params(4, 2), mlp_params(4, 6)
-    spec, count = AttentionSpec(2, 0.7), len(p1)
+    spec = AttentionSpec(2, 0.7)
 
     def block(x, *p):
-        return transformer_block(x, None, Attention(*p[:count]), spec, MLP(*p[count:]), MLPSpec())
+        attention, mlp = split(p, AttentionParams, MLPParams)
+        return transformer_block(x, None, attention, spec, mlp, MLPSpec())
 
     leaves = [t for t in (x, *p1, *p2) if t is not None]
     slots = [i for i, t in enumerate((*p1, *p2)) if t is not None]
@@ -88,7 +92,7 @@ def test_saved_bytes_are_those_of_the_formula(rule, ratio, recompute):
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = transformer_block(x, rows, p1, spec_of(rule), p2, MLPSpec(), how=Backward(recompute=recompute))
+        y = transformer_block(x, rows, p1, spec_of(rule), p2, MLPSpec(), options=BackwardOptions(recompute=recompute))
     k = B * round(ratio * N)
     kv = k if rule == "qkv" else B * N
     numbers = kv * C + k * C + k * HEADS

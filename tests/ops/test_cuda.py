@@ -6,11 +6,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchsbp.ops import reference
-from torchsbp.ops.attention import Attention, AttentionSpec, attention_branch
+from torchsbp.ops.attention import attention_branch
 from torchsbp.ops.block import transformer_block
 from torchsbp.ops.downsample import DownsampleSpec, downsample
-from torchsbp.ops.layers import Backward, Norm
-from torchsbp.ops.mlp import MLP, MLPSpec, mlp_branch
+from torchsbp.ops.heads import AttentionParams, AttentionSpec
+from torchsbp.ops.layers import BackwardOptions
+from torchsbp.ops.mlp import MLPParams, MLPSpec, mlp_branch
+from torchsbp.ops.rules import RULES
 
 from .helpers import attention_params, downsample_params, gradients, kept_rows, mlp_params
 
@@ -31,14 +33,14 @@ def on_gpu(params):
     return type(params)(*(None if t is None else (t.detach() * 0.2).cuda().requires_grad_() for t in params))
 
 
-def plain_mlp(x: Tensor, rows: Tensor | None, p: MLP) -> Tensor:
+def plain_mlp(x: Tensor, rows: Tensor | None, p: MLPParams) -> Tensor:
     """Plain PyTorch under autocast, with the gate."""
     h = F.linear(F.layer_norm(x, x.shape[-1:], p.norm_weight, p.norm_bias, 1e-6), p.weight1, p.bias1)
     y = F.linear(F.gelu(h), p.weight2, p.bias2)
     return x + reference.gate(y if p.scale is None else y * p.scale, rows)
 
 
-def plain_attention(x: Tensor, rows: Tensor | None, p: Attention, rule: str) -> Tensor:
+def plain_attention(x: Tensor, rows: Tensor | None, p: AttentionParams, rule: str) -> Tensor:
     n = F.layer_norm(x, x.shape[-1:], p.norm_weight, p.norm_bias, 1e-6)
     q, k, v = F.linear(n, p.qkv_weight, p.qkv_bias).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
     m = q @ k.transpose(-2, -1) * SPEC.softmax_scale
@@ -74,8 +76,8 @@ def test_mlp(dtype, ratio, recompute):
     x, p = torch.randn(B, N, C, device="cuda", requires_grad=True), on_gpu(mlp_params(C, 4 * C, dtype=torch.float32))
     rows = kept_rows(B, N, ratio)
     rows = None if rows is None else rows.cuda()
-    how = Backward(recompute=recompute)
-    compare(lambda: mlp_branch(x, rows, p, how=how), lambda: plain_mlp(x, rows, p), (x, *p), dtype)
+    options = BackwardOptions(recompute=recompute)
+    compare(lambda: mlp_branch(x, rows, p, options=options), lambda: plain_mlp(x, rows, p), (x, *p), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -88,8 +90,8 @@ def test_attention(dtype, ratio, rule, recompute):
     p = on_gpu(attention_params(C, HEADS, dtype=torch.float32))
     rows = kept_rows(B, N, ratio)
     rows = None if rows is None else rows.cuda()
-    spec, how = SPEC._replace(rule=rule), Backward(recompute=recompute)
-    ours, plain = lambda: attention_branch(x, rows, p, spec, how=how), lambda: plain_attention(x, rows, p, rule)
+    spec, options = SPEC._replace(rule=RULES[rule]), BackwardOptions(recompute=recompute)
+    ours, plain = lambda: attention_branch(x, rows, p, spec, options=options), lambda: plain_attention(x, rows, p, rule)
     compare(ours, plain, (x, *p), dtype)
 
 
@@ -102,7 +104,7 @@ def test_block(dtype, ratio, rule):
     p1, p2 = on_gpu(attention_params(C, HEADS, dtype=torch.float32)), on_gpu(mlp_params(C, 4 * C, dtype=torch.float32))
     rows = kept_rows(B, N, ratio)
     rows = None if rows is None else rows.cuda()
-    spec = SPEC._replace(rule=rule)
+    spec = SPEC._replace(rule=RULES[rule])
     compare(
         lambda: transformer_block(x, rows, p1, spec, p2, MLPSpec()),
         lambda: plain_mlp(plain_attention(x, rows, p1, rule), rows, p2),
@@ -121,7 +123,7 @@ def test_downsample(dtype, ratio):
     rows = None if rows is None else rows.cuda()
     compare(
         lambda: downsample(x, rows, p, DownsampleSpec((2, 2))),
-        lambda: reference.downsample(x, rows, (*p[:2], Norm()), p.weight, p.bias, 2),
+        lambda: reference.downsample(x, rows, p, DownsampleSpec((2, 2))),
         (x, *p),
         dtype,
     )
@@ -137,7 +139,7 @@ def test_attention_without_autocast(rule, ratio, dtype):
     p = on_gpu(attention_params(C, HEADS, dtype=dtype))
     rows = kept_rows(B, N, ratio)
     rows = None if rows is None else rows.cuda()
-    spec = SPEC._replace(rule=rule)
+    spec = SPEC._replace(rule=RULES[rule])
     ours, theirs = attention_branch(x, rows, p, spec), reference.attention_branch(x, rows, p, spec)
     tolerance = 1e-10 if dtype == torch.float64 else 2e-5
     assert (ours - theirs).norm() / theirs.norm() < tolerance

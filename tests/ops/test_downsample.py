@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from torchsbp.ops import reference
-from torchsbp.ops.downsample import Downsample, DownsampleSpec, downsample
-from torchsbp.ops.layers import Norm
+from torchsbp.ops.downsample import DownsampleParams, DownsampleSpec, downsample
 
 from .helpers import RATIOS, assert_same_gradients, downsample_params, gradients, kept_rows
 
@@ -20,8 +19,8 @@ def test_equals_reference(ratio, size, kernel, stride, bias, memory_format):
     p = downsample_params(C, OUT, kernel, bias=bias)
     h, w = ((s - kernel) // stride + 1 for s in size)
     rows = kept_rows(B, h * w, max(ratio, 1 / (h * w)))
-    ours = downsample(x, rows, p, DownsampleSpec((stride, stride)))
-    theirs = reference.downsample(x, rows, (*p[:2], Norm()), p.weight, p.bias, stride)
+    spec = DownsampleSpec((stride, stride))
+    ours, theirs = downsample(x, rows, p, spec), reference.downsample(x, rows, p, spec)
     assert torch.equal(ours, theirs)
     dy = torch.randn_like(ours)
     assert_same_gradients(gradients(ours, dy, (x, *p)), gradients(theirs, dy, (x, *p)))
@@ -31,7 +30,8 @@ def test_gradcheck_at_ratio_one():
     torch.manual_seed(0)
     x = torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True)
     p = downsample_params(3, 4, 2)
-    assert torch.autograd.gradcheck(lambda x, *p: downsample(x, None, Downsample(*p), DownsampleSpec((2, 2))), (x, *p))
+    spec = DownsampleSpec((2, 2))
+    assert torch.autograd.gradcheck(lambda x, *p: downsample(x, None, DownsampleParams(*p), spec), (x, *p))
 
 
 def test_saves_only_kept_patches():

@@ -1,25 +1,26 @@
 """The Triton kernels against the plain steps: on the GPU, and without one in Triton's interpreter."""
 
 import itertools
-from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
 
-from torchsbp.ops import attention, block, mlp
-from torchsbp.ops import downsample as downsample_file
-from torchsbp.ops.attention import AttentionSpec, attention_branch
+from torchsbp.ops.activations import ACTIVATIONS, Activation
+from torchsbp.ops.attention import attention_branch
 from torchsbp.ops.block import transformer_block
+from torchsbp.ops.device import CPU, CUDA, substituted
 from torchsbp.ops.downsample import DownsampleSpec, downsample
-from torchsbp.ops.layers import ACTIVATIONS, Backward, Norm, norm_again
+from torchsbp.ops.heads import AttentionSpec
+from torchsbp.ops.kernel_steps import ACTIVATION_CODES, KernelSteps, launch, take_rows
+from torchsbp.ops.layers import BackwardOptions, Norm, norm_again
 from torchsbp.ops.mlp import MLPSpec, mlp_branch
+from torchsbp.ops.rules import RULES
 from torchsbp.ops.steps import Affine, Steps
 
 from .helpers import attention_params, downsample_params, gradients, kept_rows, mlp_params
 
-kernels = pytest.importorskip("torchsbp.ops.kernels")
-TritonSteps = kernels.TritonSteps
+pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SAMPLES, N, C = 3, 21, 40  # neither rows nor channels fill a tile
@@ -36,9 +37,12 @@ def rows_of(ratio: float) -> Tensor | None:
 
 def check(run, columns: int = 0, half: bool = False) -> tuple[Tensor, ...]:
     """``run(steps)`` gives the same tensors and leaves the same totals with both kinds of steps."""
-    ours, plain = TritonSteps(randn(1), columns), Steps(randn(1), columns)
+    ours, plain = KernelSteps(randn(1), columns), Steps(randn(1), columns)
     found, expected = run(ours), run(plain)
-    for a, b in zip((*found, *ours.totals()), (*expected, *(t.float() for t in plain.totals())), strict=True):
+    totals, expected_totals = ours.totals(), {name: t.float() for name, t in plain.totals().items()}
+    assert totals.keys() == expected_totals.keys()
+    pairs = [(totals[name], expected_totals[name]) for name in totals]
+    for a, b in (*zip(found, expected, strict=True), *pairs):
         assert (a is None) == (b is None)
         if a is not None:
             assert a.dtype == b.dtype
@@ -61,7 +65,7 @@ def test_cast():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_take(dtype):
     x, rows = randn(SAMPLES * N, C).bfloat16().float(), rows_of(0.3)  # the interpreter does not round as GPUs do
-    assert torch.equal(kernels.take(x, rows, dtype), x[rows].to(dtype))
+    assert torch.equal(take_rows(x, rows, dtype), x[rows].to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -71,7 +75,7 @@ def test_take(dtype):
 def test_cotangent(ratio, factor, scale, dtype):
     dy, rows = randn(SAMPLES * N, C), rows_of(ratio)
     args = dy, rows, randn(SAMPLES) if factor else None, randn(C) if scale else None, SAMPLES, dtype
-    found = check(lambda steps: steps.cotangent(*args), C, dtype == torch.bfloat16)
+    found = check(lambda steps: steps.cotangent(*args, total="output"), C, dtype == torch.bfloat16)
     assert scale or found[0] is found[1]
 
 
@@ -95,22 +99,56 @@ def test_normalise(ratio, branch, affine, kind):
     check(run)
 
 
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("overwrite", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activation(name, dtype, own):
+@pytest.mark.parametrize("name", ACTIVATION_CODES)
+def test_activation(name, dtype, overwrite):
     h, dg = randn(SAMPLES * N, 300, dtype=dtype) * 2, randn(SAMPLES * N, 300, dtype=dtype)
 
     def run(steps):
         a, b = h.clone(), dg.clone()
-        g, dh = steps.activation(a, b, name, own)
-        if isinstance(steps, TritonSteps):
+        g, dh = steps.activation(a, b, name, overwrite, total="hidden")
+        if isinstance(steps, KernelSteps):
             assert dh is b
-            assert (g is a) == own
-        assert own or torch.equal(a, h)
+            assert (g is a) == overwrite
+        assert overwrite or torch.equal(a, h)
         return g, dh
 
     check(run, 300, dtype == torch.bfloat16)
+
+
+def test_the_kernel_knows_activations_by_the_names_of_the_registry():
+    assert ACTIVATION_CODES.keys() <= ACTIVATIONS.keys()
+    assert len(set(ACTIVATION_CODES.values())) == len(ACTIVATION_CODES)
+
+
+SOFTSIGN = Activation("softsign", lambda x: x / (1 + x.abs()), lambda dy, x: dy / (1 + x.abs()).square(), ())
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_an_activation_that_the_kernel_does_not_know_runs_as_itself(overwrite, monkeypatch):
+    """Between two sums of kernels: its total is in its own columns."""
+    monkeypatch.setitem(ACTIVATIONS, "softsign", SOFTSIGN)
+    h, dg, dy = randn(SAMPLES * N, 70), randn(SAMPLES * N, 70), randn(SAMPLES * N, C)
+
+    def run(steps):
+        steps.cotangent(dy, None, None, None, SAMPLES, torch.float32, total="output")
+        g, dh = steps.activation(h.clone(), dg.clone(), "softsign", overwrite, total="hidden")
+        steps.stack(dy, total="qkv")
+        return g, dh
+
+    g, dh = check(run, 70 + 2 * C)
+    leaf = h.clone().requires_grad_()
+    expected = torch.nn.functional.softsign(leaf)
+    torch.testing.assert_close(g, expected.detach())
+    torch.testing.assert_close(dh, torch.autograd.grad(expected, leaf, dg)[0])
+
+
+def test_the_kernel_refuses_a_code_that_it_does_not_know():
+    h = randn(4, 8)
+    arguments = {"sums": randn(1, 8), "first": 0, "columns": 8, "count": 4, "H": 8, "ROWS": 4, "BLOCK": 8}
+    with pytest.raises(Exception, match="the kernel has no activation of that code"):
+        launch("activation", (1, 1), h=h, dg=h.clone(), g=h.clone(), **arguments, CODE=99, OVERWRITE=False)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
@@ -118,11 +156,21 @@ def test_stack(parts):
     matrices = [randn(SAMPLES * N, C, dtype=torch.bfloat16) for _ in range(parts)]
 
     def run(steps):
-        steps.stack(matrices[0].float())
-        return (steps.stack(*matrices, more=True),)
+        steps.stack(matrices[0].float(), total="qkv")
+        return (steps.stack(*matrices, total="qkv"),)
 
     (stacked,) = check(run, (parts + 1) * C, half=True)
     assert torch.equal(stacked, torch.cat(matrices, 1))
+
+
+def test_totals_are_all_those_announced_each_once():
+    steps, x = KernelSteps(randn(1), 3 * C), randn(SAMPLES * N, C)
+    steps.stack(x, total="qkv")
+    with pytest.raises(AssertionError, match=f"{C} columns were summed, {3 * C} announced"):
+        steps.totals()
+    steps.stack(x, total="other")
+    with pytest.raises(AssertionError, match="qkv has a sum already"):
+        steps.stack(x, total="qkv")
 
 
 def norm_of(affine: bool, kind: str = "layer") -> Affine:
@@ -139,7 +187,9 @@ def test_norm_backward_middle(ratio, kind, scale):
     args = (randn(SAMPLES), randn(C)) if scale else (None, None)
 
     def run(steps):
-        middle, cotangent = steps.norm_backward_middle(dn, n, norm, dy, rows, *args, SAMPLES, torch.bfloat16)
+        middle, cotangent = steps.norm_backward_middle(
+            dn, n, norm, dy, rows, *args, SAMPLES, torch.bfloat16, norm_total="norm", total="output"
+        )
         return middle, *(t.float() for t in cotangent)
 
     check_norm(run, 3 * C, kind, half=True)
@@ -151,16 +201,24 @@ def test_norm_backward_middle(ratio, kind, scale):
 def test_norm_backward_input_of_all_rows(residual, affine, kind):
     x, norm = randn(SAMPLES * N, C), norm_of(affine, kind)
     n, dn, base = norm_again(x, *norm, None), randn(*x.shape), randn(*x.shape) if residual else None
-    check_norm(lambda steps: (steps.norm_backward_input(dn, n, norm, x.dtype, base=base),), 2 * C, kind, affine)
+
+    def run(steps):
+        return (steps.norm_backward_input(dn, n, norm, x.dtype, base=base, norm_total="norm"),)
+
+    check_norm(run, 2 * C, kind, affine)
 
 
 def check_norm(run, columns: int, kind: str, affine: bool = True, half: bool = False) -> None:
     """Totals of parameters that a norm does not have are not compared."""
-    ours, plain = TritonSteps(randn(1), columns), Steps(randn(1), columns)
-    found, expected = [*run(ours), *ours.totals()], [*run(plain), *plain.totals()]
-    absent = [len(found) - columns // C + i for i in range(2) if not affine or (i == 1 and kind == "rms")]
-    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
-        assert i in absent or (a - b).norm() <= (8e-3 if half else 2e-6) * b.norm() + 1e-6, i
+    ours, plain = KernelSteps(randn(1), columns), Steps(randn(1), columns)
+    absent = {"norm_weight"} if not affine else set()
+    absent |= {"norm_bias"} if not affine or kind == "rms" else set()
+    pairs = dict(enumerate(zip(run(ours), run(plain), strict=True)))
+    totals, expected = ours.totals(), plain.totals()
+    assert totals.keys() == expected.keys()
+    pairs |= {name: (totals[name], expected[name]) for name in totals.keys() - absent}
+    for name, (a, b) in pairs.items():
+        assert (a - b).norm() <= (8e-3 if half else 2e-6) * b.norm() + 1e-6, name
 
 
 @pytest.mark.parametrize(
@@ -179,18 +237,20 @@ def test_norm_backward_input_of_kept_rows(dense, kept, base, gated, dtype):
         "gated": gated,
     }
     check(
-        lambda steps: (steps.norm_backward_input(dn, n, norm, dtype, rows=rows, size=size, **more),),
+        lambda steps: (steps.norm_backward_input(dn, n, norm, dtype, rows=rows, size=size, norm_total="norm", **more),),
         2 * C,
         dtype == torch.bfloat16,
     )
 
 
-@contextmanager
-def steps_are(kind: type[Steps]):
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (attention, block, downsample_file, mlp):
-            patch.setattr(module, "steps_for", kind)
-        yield
+class WithKernels(CUDA if DEVICE == "cuda" else CPU):
+    def steps(self, x: Tensor, columns: int) -> Steps:
+        return KernelSteps(x, columns)
+
+
+class WithoutKernels(CUDA if DEVICE == "cuda" else CPU):
+    def steps(self, x: Tensor, columns: int) -> Steps:
+        return Steps(x, columns)
 
 
 B, SIDE, WIDTH, HEADS = 2, 6, 48, 3
@@ -208,14 +268,14 @@ def test_ops_take_the_same_gradients_from_the_kernels(op, ratio, rule, scope, re
     x = randn(B, SIDE * SIDE, WIDTH).requires_grad_()
     p1 = on_device(attention_params(WIDTH, HEADS, dtype=torch.float32))
     p2 = on_device(mlp_params(WIDTH, 2 * WIDTH, dtype=torch.float32))
-    rows, spec = kept_rows(B, SIDE * SIDE, ratio), AttentionSpec(HEADS, 0.25, rule=rule)
-    rows, how = None if rows is None else rows.to(DEVICE), Backward(scope, recompute)
+    rows, spec = kept_rows(B, SIDE * SIDE, ratio), AttentionSpec(HEADS, 0.25, rule=RULES[rule])
+    rows, options = None if rows is None else rows.to(DEVICE), BackwardOptions(scope, recompute)
     factor = torch.tensor([0.5, 2.0], device=DEVICE)
     run = {
-        "block": lambda: transformer_block(x, rows, p1, spec, p2, MLPSpec(), factors=(factor, factor), how=how),
-        "attention": lambda: attention_branch(x, rows, p1, spec, factor=factor, how=how),
-        "mlp": lambda: mlp_branch(x, rows, p2, factor=factor, how=how),
-        "convnext": lambda: mlp_branch(x, rows, p2, factor=factor, residual=False, how=how),
+        "block": lambda: transformer_block(x, rows, p1, spec, p2, MLPSpec(), factors=(factor, factor), options=options),
+        "attention": lambda: attention_branch(x, rows, p1, spec, factor=factor, options=options),
+        "mlp": lambda: mlp_branch(x, rows, p2, factor=factor, options=options),
+        "convnext": lambda: mlp_branch(x, rows, p2, factor=factor, residual=False, options=options),
     }[op]
     leaves = {"block": (x, *p1, *p2), "attention": (x, *p1)}.get(op, (x, *p2))
     compare(run, leaves)
@@ -232,9 +292,9 @@ def test_downsample_takes_the_same_gradients_from_the_kernels(ratio):
 def compare(run, leaves) -> None:
     y = run()
     dy = torch.randn_like(y)
-    with steps_are(Steps):
+    with substituted(WithoutKernels()):
         plain = gradients(y, dy, leaves)
-    with steps_are(TritonSteps):
+    with substituted(WithKernels()):
         ours = gradients(run(), dy, leaves)
     for i, (a, b) in enumerate(zip(ours, plain, strict=True)):
         assert (a is None) == (b is None)

@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from torchsbp.ops import reference
-from torchsbp.ops.layers import ACTIVATIONS, Backward, Norm
-from torchsbp.ops.mlp import MLP, MLPSpec, mlp_branch
+from torchsbp.ops.activations import ACTIVATIONS
+from torchsbp.ops.layers import BackwardOptions, Norm
+from torchsbp.ops.mlp import MLPParams, MLPSpec, mlp_branch
 
 from .helpers import RATIOS, assert_same_gradients, gradients, kept_rows, mlp_params
 
@@ -23,8 +24,8 @@ def test_equals_reference(ratio, scope, recompute):
     x, dy, p = inputs()
     rows = kept_rows(B, N, ratio)
     factor = torch.tensor([0.0, 1.0, 2.0], dtype=x.dtype)
-    how = Backward(scope, recompute)
-    ours = mlp_branch(x, rows, p, factor=factor, how=how)
+    options = BackwardOptions(scope, recompute)
+    ours = mlp_branch(x, rows, p, factor=factor, options=options)
     theirs = reference.mlp_branch(x, rows, p, MLPSpec(), factor, scope)
     assert torch.equal(ours, theirs)
     assert_same_gradients(gradients(ours, dy, (x, *p)), gradients(theirs, dy, (x, *p)))
@@ -60,26 +61,25 @@ def test_gradcheck_at_ratio_one():
     torch.manual_seed(0)
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     p = mlp_params(4, 6)
-    assert torch.autograd.gradcheck(lambda x, *p: mlp_branch(x, None, MLP(*p)), (x, *p))
+    assert torch.autograd.gradcheck(lambda x, *p: mlp_branch(x, None, MLPParams(*p)), (x, *p))
 
 
 def test_weight_scale_multiplies_weight_gradients_only():
     x, dy, p = inputs()
     rows = kept_rows(B, N, 0.25)
     plain = gradients(mlp_branch(x, rows, p), dy, (x, *p))
-    scaled = gradients(mlp_branch(x, rows, p, how=Backward(weight_scale=4.0)), dy, (x, *p))
+    scaled = gradients(mlp_branch(x, rows, p, options=BackwardOptions(weight_scale=4.0)), dy, (x, *p))
     assert torch.equal(plain[0], scaled[0])
     for a, b in zip(plain[1:], scaled[1:], strict=True):
         assert torch.equal(4 * a, b)
 
 
-@pytest.mark.parametrize("frozen", range(7))
+@pytest.mark.parametrize("frozen", MLPParams._fields)
 def test_frozen_parameter_gets_no_gradient_and_the_others_keep_theirs(frozen):
     x, dy, p = inputs()
     rows = kept_rows(B, N, 0.5)
     everything = gradients(mlp_branch(x, rows, p), dy, (x, *p))
-    p[frozen].requires_grad_(False)
+    getattr(p, frozen).requires_grad_(False)
     ours = gradients(mlp_branch(x, rows, p), dy, (x, *p))
-    assert ours[frozen + 1] is None
-    for i, (a, b) in enumerate(zip(ours, everything, strict=True)):
-        assert i == frozen + 1 or torch.allclose(a, b, rtol=1e-12, atol=0)
+    for name, a, b in zip(("x", *p._fields), ours, everything, strict=True):
+        assert a is None if name == frozen else torch.allclose(a, b, rtol=1e-12, atol=0)

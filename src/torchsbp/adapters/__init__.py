@@ -52,7 +52,7 @@ def register(adapter: Adapter) -> None:
 
 def registered(family: str, model: str) -> Layout:
     """The layout of that model class in the adapter of that name."""
-    layouts = (layout for adapter in ADAPTERS if adapter.name == family for layout in adapter.layouts)
+    layouts = (layout for adapter in ADAPTERS if adapter.name == family for layout in adapter.every_layout)
     found = next((layout for layout in layouts if layout.model == model), None)
     if found is None:
         raise UsageError(f"no adapter for {model}: call torchsbp.register(adapter) before loading its patched model")

@@ -125,11 +125,15 @@ class Adapter:
         layouts = (self.layouts,) if isinstance(self.layouts, Layout) else self.layouts
         object.__setattr__(self, "layouts", tuple(replace(layout, family=self.name) for layout in layouts))
 
+    @property
+    def every_layout(self) -> tuple[Layout, ...]:
+        assert isinstance(self.layouts, tuple)
+        return self.layouts
+
     def layout_for(self, model: nn.Module) -> Layout | None:
         """The layout of the model's class or of a class it derives from."""
-        assert isinstance(self.layouts, tuple)
         names = {qualified(cls) for cls in type(model).__mro__}
-        found = next((layout for layout in reversed(self.layouts) if layout.model in names), None)
+        found = next((layout for layout in reversed(self.every_layout) if layout.model in names), None)
         if found is not None and found.holds_any and not any(self.knows(module) for module in model.modules()):
             return None
         return found

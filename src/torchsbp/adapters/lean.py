@@ -122,8 +122,8 @@ class Downsample(Lean):
 
 @dataclass(frozen=True)
 class DownsampleList(Downsample):
-    """The same as a ``ModuleList``, whose members the stage calls one after the other: in training the last of them does
-    everything."""
+    """The same as a ``ModuleList``, whose members the stage calls one after the other: in training the last of them
+    does everything."""
 
     def bindings(self, block: nn.Module) -> Iterator[Bound]:
         down = find(block, self.down)
@@ -172,8 +172,8 @@ def check_linear(name: str, part: Any) -> Iterator[str]:
         name, part = f"{name}.base_layer", part.base_layer
     if class_of(part) not in LINEARS and not _is_pointwise(part):
         yield (
-            f"{name} is {class_of(part)}; supported: torch.nn.Linear, torch.nn.Conv2d with a 1×1 kernel, and peft's LoRA "
-            "of these"
+            f"{name} is {class_of(part)}; supported: torch.nn.Linear, torch.nn.Conv2d with a 1×1 kernel, and peft's "
+            "LoRA of these"
         )
 
 
@@ -184,7 +184,8 @@ def _check_heads(name: str, part: Any) -> Iterator[str]:
 
 def _check_fused(name: str, part: Any) -> Iterator[str]:
     if part not in FUSED:
-        yield f"{name} is {part!r}; supported: {', '.join(repr(word) for word in FUSED if isinstance(word, type(part)))}"
+        words = ", ".join(repr(word) for word in FUSED if isinstance(word, type(part)))
+        yield f"{name} is {part!r}; supported: {words}"
 
 
 def _check_qkv(name: str, part: Any) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Attention for kept queries: what each library's module computes, with keys and values from all rows.
 
-Each function takes the module, its input at kept rows ``x [B, k, C]`` and at all rows ``everything [B, N, C]``, the kept
-``positions`` (``[B, k]``, or ``[1, k]`` where samples share them) and the module's other arguments. Modules that have
-none are run on all rows, which is as right and takes longer.
+Each function takes the module, its input at kept rows ``x [B, k, C]`` and at all rows ``everything [B, N, C]``, the
+kept ``positions`` (``[B, k]``, or ``[1, k]`` where samples share them) and the module's other arguments. Modules that
+have none are run on all rows, which is as right and takes longer.
 """
 
 from collections.abc import Callable

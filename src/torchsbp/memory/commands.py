@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..config import SBPConfig
-from ..ops.attention import RULES
+from ..ops.rules import RULES
 from . import chart
 from .estimating import (
     OPTIMIZERS,
@@ -40,7 +40,7 @@ def parser(command: str, doc: str) -> argparse.ArgumentParser:
     result.add_argument("--optimizer", default="adamw", choices=OPTIMIZERS)
     result.add_argument("--channels-last", action="store_true", help="memory layout of model and images")
     result.add_argument("--keep-ratio", type=float, help="share of positions that get gradients")
-    result.add_argument("--attention", choices=RULES, help="which gradients attention drops")
+    result.add_argument("--attention", choices=tuple(RULES), help="which gradients attention drops")
     result.add_argument("--blocks", type=blocks, help="which are sampled: a fraction, or indices or names: 4,5,6")
     result.add_argument("--recompute", type=share, help="share of the blocks that recompute, 0 to 1")
     result.add_argument("--json", action="store_true", help="print JSON instead of a table")

@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from ..adapters.blocks import blocks_of
 from ..config import SBPConfig, one_of
 from ..errors import UsageError, UsageTypeError
+from ..ops.device import HALF
 from ..patching.apply import apply, remove
 from ..patching.site import patched_modules
-from . import cuda
+from . import simulated
 from .live import Live, no_workspace
 from .saved import Saved, SavedByPart, by_block
 from .sizes import mib
@@ -188,7 +189,7 @@ def trace(
 
     title, mode = describe(config, model), FakeTensorMode(allow_non_fake_inputs=True)
     model = fake_copy(model, mode)
-    with mode, cuda.pretend() if device == "cuda" else nullcontext():
+    with mode, simulated.gpu() if device == "cuda" else nullcontext():
         model = prepared(model, config)
         blocks = blocks_of(model)
         x = input_for(model, shape)
@@ -199,7 +200,7 @@ def trace(
         def moment() -> tuple[bool, str, int, int]:
             return forward, saved.where, saved.alive, gradients.bytes
 
-        live = Live(cuda.workspace if device == "cuda" else no_workspace, moment)
+        live = Live(simulated.workspace if device == "cuda" else no_workspace, moment)
         live.ignore(*static)
         autocast = torch.autocast("cpu", PRECISIONS[precision] or torch.bfloat16, enabled=precision != "float32")
         with live:
@@ -213,7 +214,7 @@ def trace(
     if gradients_bytes > peak:  # those of the part that was not traced are more
         peak, saved_at_peak, gradients_at_peak, peak_at = gradients_bytes, 0, gradients_bytes, "in the update"
     parameters = sum(t.nbytes for t in static[:-1])
-    libraries = cuda.CUBLAS if device == "cuda" else 0
+    libraries = simulated.CUBLAS if device == "cuda" else 0
     parts = by_block(saved.by_module, blocks)
     elsewhere = sum(parts.pop("").values())
     return Estimate(
@@ -289,7 +290,7 @@ def input_for(model: nn.Module, shape: Sequence[int]) -> Tensor:
 
 def default_loss(output: Any) -> Tensor:
     if isinstance(output, Tensor) and output.dim() == 2 and output.is_floating_point():
-        scores = output.float() if output.dtype in cuda.HALF else output
+        scores = output.float() if output.dtype in HALF else output
         return F.cross_entropy(scores, torch.zeros(len(output), dtype=torch.long, device=output.device))
     leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     if not leaves:

@@ -4,7 +4,7 @@ Saved per block: x (all rows; under rule "qkv" the kept ones), and the kept rows
 log-sum-exp. The rows between the two branches are recomputed from these, so they need not be saved.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,101 +12,146 @@ from torch.autograd.function import once_differentiable
 
 from . import rows as R
 from .attention import (
-    Attention,
-    AttentionSpec,
+    AttentionSaved,
+    AttentionWeights,
     attention_columns,
     attention_forward,
+    attention_gradients,
     attention_input_backward,
     attention_output,
-    saved,
+    attention_saved,
+    attention_weights,
 )
-from .layers import Backward, Grad, autocast_dtype, last_layer_gradients, linear, parameter_gradients
-from .mlp import MLP, MLPSpec, mlp_backward, mlp_hidden, mlp_output
-from .steps import Affine, keep, steps_for
+from .device import device_of
+from .heads import AttentionParams, AttentionSpec
+from .layers import BackwardOptions, Grad, Normed, autocast_dtype, linear, parameter_gradients
+from .mlp import (
+    MLPParams,
+    MLPSpec,
+    MLPWeights,
+    mlp_backward,
+    mlp_columns,
+    mlp_gradients,
+    mlp_hidden,
+    mlp_norm,
+    mlp_output,
+    mlp_weights,
+)
+from .named import split
+from .steps import Steps
 
 
 def transformer_block(
     x: Tensor,
     rows: R.Rows,
-    attention: Attention,
+    attention: AttentionParams,
     attention_spec: AttentionSpec,
-    mlp: MLP,
+    mlp: MLPParams,
     mlp_spec: MLPSpec,
     *,
-    places: Tensor | None = None,
+    inverse: Tensor | None = None,
     factors: tuple[Tensor | None, Tensor | None] = (None, None),
-    how: Backward = Backward(),
+    options: BackwardOptions = BackwardOptions(),
 ) -> Tensor:
-    """The block on ``x [B, N, C]``, rule "query" or "qkv"; ``factors``: stochastic depth of the two branches;
-    ``places``: the inverse of ``rows`` if it is at hand."""
-    assert attention_spec.rule != "head", "heads are sampled by attention_branch"
+    """The block on ``x [B, N, C]`` under a rule that samples rows; ``factors``: stochastic depth of the two branches;
+    ``inverse``: that of ``rows`` if it is at hand."""
+    assert attention_spec.rule.query_rows, "all rows: attention_branch and mlp_branch"
+    assert not attention_spec.rule.heads, "heads are sampled by attention_branch"
     dtype = autocast_dtype(x)
     specs = attention_spec._replace(dtype=dtype), mlp_spec._replace(dtype=dtype)
-    return _TransformerBlock.apply(x, rows, places, *factors, *specs, how, *attention, *mlp)
+    return _TransformerBlock.apply(*BlockInputs(x, rows, inverse, *factors, *specs, options), *attention, *mlp)
 
 
-ATTENTION_PARAMS = len(Attention._fields)
+class BlockInputs(NamedTuple):
+    """What the function takes before the parameters; as gradients, all but that of x are None."""
+
+    x: Any
+    rows: R.Rows = None
+    inverse: Grad = None
+    attention_factor: Grad = None
+    mlp_factor: Grad = None
+    attention_spec: AttentionSpec | None = None
+    mlp_spec: MLPSpec | None = None
+    options: BackwardOptions | None = None
+
+
+class BlockSaved(NamedTuple):
+    """What the function saves besides ``AttentionSaved``: kept rows of the hidden layer, unless recomputed, and
+    stochastic depth's factors per sample."""
+
+    h: Grad
+    attention_factor: Grad
+    mlp_factor: Grad
 
 
 class _TransformerBlock(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        rows: R.Rows,
-        places: Grad,
-        factor1: Grad,
-        factor2: Grad,
-        spec1: AttentionSpec,
-        spec2: MLPSpec,
-        how: Backward,
-        *params: Grad,
-    ) -> Tensor:
-        p1 = Attention(*params[:ATTENTION_PARAMS])  # type: ignore[arg-type]
-        p2 = MLP(*params[ATTENTION_PARAMS:])  # type: ignore[arg-type]
+    def forward(ctx: Any, *flat: Any) -> Tensor:
+        inputs, p1, p2 = split(flat, BlockInputs, AttentionParams, MLPParams)
+        x, rows, inverse, factor1, factor2, spec1, spec2, options = inputs
         o, lse, qkv = attention_forward(x, p1, spec1)
-        kept = saved(x, o, lse, qkv, rows, None, spec1, how.recompute)
+        saved = attention_saved(x, o, lse, qkv, rows, inverse, None, spec1, options.recompute)
         y = attention_output(o, p1, spec1)
         x = x + (y if factor1 is None else y * factor1.view(-1, 1, 1))
         h = mlp_hidden(x, p2, spec2)
-        kept_h = None if how.recompute else keep(h, rows)
+        kept_h = None if options.recompute else device_of(h).save_rows(h, rows)
         y = mlp_output(h, p2, spec2)
-        ctx.save_for_backward(*kept, rows, places, kept_h, factor1, factor2, *params)
-        ctx.static, ctx.weight_scale = (spec1, spec2, how.scope, x.dtype), how.weight_scale
+        ctx.save_for_backward(*saved, *BlockSaved(kept_h, factor1, factor2), *p1, *p2)
+        ctx.attention_spec, ctx.mlp_spec, ctx.dtype = spec1, spec2, x.dtype
+        ctx.scope, ctx.weight_scale = options.scope, options.weight_scale
         return x + (y if factor2 is None else y * factor2.view(-1, 1, 1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        tensors = ctx.saved_tensors  # read once: checkpointing unpacks each tensor a single time
-        kept, (h, factor1, factor2), params = tensors[:8], tensors[8:11], tensors[11:]
-        x, o, rows = kept[0], kept[1], kept[6]
-        spec1, spec2, scope, x_dtype = ctx.static
-        p1, p2 = Attention(*params[:ATTENTION_PARAMS]), MLP(*params[ATTENTION_PARAMS:])
-        needs = ctx.needs_input_grad[8:]
-        needs1, needs2 = needs[:ATTENTION_PARAMS], needs[ATTENTION_PARAMS:]
-        shape, samples, dtype, dy = dy.shape, dy.shape[0], o.dtype, R.flat(dy)
-        affine = Affine(p2.norm_weight, p2.norm_bias, spec2.norm)
-        steps = steps_for(x, 4 * shape[-1] + p2.weight1.shape[0] + attention_columns(p1))
+        # Read once: checkpointing unpacks each tensor a single time.
+        saved, more, p1, p2 = split(ctx.saved_tensors, AttentionSaved, BlockSaved, AttentionParams, MLPParams)
+        _, needs1, needs2 = split(ctx.needs_input_grad, BlockInputs, AttentionParams, MLPParams)
+        h, factor1, factor2 = more
+        rows, spec1, spec2 = saved.rows, ctx.attention_spec, ctx.mlp_spec
+        shape, samples, dtype, dy = dy.shape, dy.shape[0], saved.o.dtype, R.flat(dy)
+        steps = device_of(saved.x).steps(saved.x, mlp_columns(p2) + attention_columns(p1))
 
-        kept_dy = steps.cotangent(dy, rows, factor2, p2.scale, samples, dtype)
-        proj_bias, *halves = steps.cast(
-            dtype, p1.proj_bias, p1.qkv_weight, p1.qkv_bias, p1.proj_weight, p2.weight1, p2.bias1, p2.weight2
-        )
-        middle = steps.normalise(
-            R.flat(x), affine, spec2.dtype, after=dy,
-            rows=rows if spec1.rule == "query" else None,
-            branch=linear(o, R.after(dy, halves[2]), proj_bias, None), scale=p1.scale, factor=factor1, samples=samples,
-        )  # fmt: skip
-        dn, dw1, product2 = mlp_backward(steps, kept_dy, middle, h, halves[3:], p2, spec2, needs2)
+        kept_dy = steps.cotangent(dy, rows, factor2, p2.scale, samples, dtype, total="mlp_output")
+        weights = attention_weights(p1)._replace(proj_bias=p1.proj_bias)
+        weights1, weights2 = split(steps.cast(dtype, *weights, *mlp_weights(p2)), AttentionWeights, MLPWeights)
+        middle = middle_again(steps, saved, weights1, p1, spec1, factor1, p2, spec2, dy)
+        dn, products2 = mlp_backward(steps, kept_dy, middle, h, weights2, p2, spec2, needs2)
         del kept_dy
-        d_middle, kept_dy = steps.norm_backward_middle(dn, middle, affine, dy, rows, factor1, p1.scale, samples, dtype)
+        d_middle, kept_dy = steps.norm_backward_middle(
+            dn, middle, mlp_norm(p2, spec2), dy, rows, factor1, p1.scale, samples, dtype,
+            norm_total="mlp_norm", total="attention_output",
+        )  # fmt: skip
         del middle, dn
-        dx, dw, product1, d_norms = attention_input_backward(
-            steps, kept_dy, kept, halves[:3], p1, spec1, needs1, kept=d_middle, base=dy, scope=scope, dtype=x_dtype
+        dx, products1 = attention_input_backward(
+            steps, kept_dy, saved, weights1, p1, spec1, needs1,
+            kept=d_middle, base=dy, scope=ctx.scope, dtype=ctx.dtype,
+        )  # fmt: skip
+        totals = steps.totals()
+        grads1 = attention_gradients(products1, totals, p1, needs1)
+        grads2 = mlp_gradients(products2, totals, p2, needs2)
+        return (
+            *BlockInputs(dx.view(shape)),
+            *parameter_gradients(grads1, p1, needs1, ctx.weight_scale),
+            *parameter_gradients(grads2, p2, needs2, ctx.weight_scale),
         )
-        total2, db1, dnw2, dnb2, total1, db, dnw1, dnb1 = steps.totals()
-        last1 = last_layer_gradients(product1, total1, p1.proj_weight, p1.proj_bias, p1.scale, needs1[8:])
-        last2 = last_layer_gradients(product2, total2, p2.weight2, p2.bias2, p2.scale, needs2[4:])
-        grads = dnw1, dnb1, dw, db, *d_norms, *last1, dnw2, dnb2, dw1, db1, *last2
-        return dx.view(shape), *[None] * 7, *parameter_gradients(grads, params, needs, ctx.weight_scale)
+
+
+def middle_again(
+    steps: Steps,
+    saved: AttentionSaved,
+    weights: AttentionWeights,
+    p1: AttentionParams,
+    spec1: AttentionSpec,
+    factor1: Grad,
+    p2: MLPParams,
+    spec2: MLPSpec,
+    dy: Tensor,
+) -> Normed:
+    """The kept rows between the branches and their norm, from what the attention branch saved; after ``dy``."""
+    return steps.normalise(
+        R.flat(saved.x), mlp_norm(p2, spec2), spec2.dtype, after=dy,
+        rows=None if spec1.rule.key_rows else saved.rows,
+        branch=linear(saved.o, R.after(dy, weights.proj_weight), weights.proj_bias, None),
+        scale=p1.scale, factor=factor1, samples=saved.x.shape[0],
+    )  # fmt: skip

@@ -13,16 +13,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import rows as R
-from .layers import Backward, Grad, Norm, autocast_dtype, cast, norm, parameter_gradients, weight_gradient
-from .steps import Affine, steps_for
+from .device import device_of, weight_gradient
+from .layers import BackwardOptions, Grad, Norm, autocast_dtype, cast, norm, parameter_gradients
+from .named import split
+from .steps import Affine
 
 
-class Downsample(NamedTuple):
+class DownsampleParams(NamedTuple):
     """The parameters; ``weight [C', C, kh, kw]``."""
 
     norm_weight: Grad
     norm_bias: Grad
-    weight: Tensor
+    weight: Any
     bias: Grad
 
 
@@ -32,27 +34,50 @@ class DownsampleSpec(NamedTuple):
     dtype: torch.dtype | None = None
 
 
-def downsample(x: Tensor, rows: R.Rows, params: Downsample, spec: DownsampleSpec, how: Backward = Backward()) -> Tensor:
+def downsample(
+    x: Tensor,
+    rows: R.Rows,
+    params: DownsampleParams,
+    spec: DownsampleSpec,
+    options: BackwardOptions = BackwardOptions(),
+) -> Tensor:
     """The layer on ``x [B, C, H, W]``; ``rows`` are kept output positions."""
-    return _Downsample.apply(x, rows, spec._replace(dtype=autocast_dtype(x)), how, *params)
+    spec = spec._replace(dtype=autocast_dtype(x))
+    return _Downsample.apply(*DownsampleInputs(x, rows, spec, options), *params)
 
 
 def patch_rows(
     rows: Tensor, size: Sequence[int], out: Sequence[int], kernel: Sequence[int], stride: Sequence[int]
 ) -> Tensor:
     """Input rows ``[len(rows) * kh * kw]`` of the patches behind the given output rows."""
-    (H, W), (h, w) = size, out
+    (H, W), (h, w), (kh, kw), (down, right) = size, out, kernel, stride
     sample, i, j = rows // (h * w), rows % (h * w) // w, rows % w
-    corner = (sample * H + i * stride[0]) * W + j * stride[1]
-    di = torch.arange(kernel[0], device=rows.device) * W
-    dj = torch.arange(kernel[1], device=rows.device)
+    corner = (sample * H + i * down) * W + j * right
+    di = torch.arange(kh, device=rows.device) * W
+    dj = torch.arange(kw, device=rows.device)
     return (corner[:, None, None] + di[:, None] + dj).flatten()
+
+
+class DownsampleInputs(NamedTuple):
+    """What the function takes before the parameters; as gradients, all but that of x are None."""
+
+    x: Any
+    rows: R.Rows = None
+    spec: DownsampleSpec | None = None
+    options: BackwardOptions | None = None
+
+
+class DownsampleSaved(NamedTuple):
+    """What the function saves before the parameters: rows of x in the patches of kept outputs, and these outputs."""
+
+    x: Tensor
+    rows: Tensor
 
 
 class _Downsample(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: R.Rows, spec: DownsampleSpec, how: Backward, *params: Grad) -> Tensor:
-        p = Downsample(*params)  # type: ignore[arg-type]
+    def forward(ctx: Any, *flat: Any) -> Tensor:
+        (x, rows, spec, options), p = split(flat, DownsampleInputs, DownsampleParams)
         channels_last = x.permute(0, 2, 3, 1)
         n = norm(channels_last, p.norm_weight, p.norm_bias, spec.norm).permute(0, 3, 1, 2)
         bias = None if p.bias is None else cast(p.bias, spec.dtype)
@@ -60,28 +85,29 @@ class _Downsample(torch.autograd.Function):
         if rows is None:
             rows = torch.arange(y.shape[0] * y.shape[2] * y.shape[3], device=x.device)
         inputs = patch_rows(rows, x.shape[2:], y.shape[2:], p.weight.shape[2:], spec.stride)
-        ctx.save_for_backward(R.take(channels_last, inputs), rows, *params)
-        ctx.spec, ctx.weight_scale, ctx.shape = spec, how.weight_scale, channels_last.shape
+        ctx.save_for_backward(*DownsampleSaved(R.take(channels_last, inputs), rows), *p)
+        ctx.spec, ctx.weight_scale, ctx.shape = spec, options.weight_scale, channels_last.shape
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        tensors = ctx.saved_tensors
-        x, rows = tensors[:2]
-        p, spec, needs = Downsample(*tensors[2:]), ctx.spec, ctx.needs_input_grad[4:]
-        B, H, W, C = ctx.shape
-        out, _, kh, kw = p.weight.shape
-        steps, affine = steps_for(x, out + 2 * C), Affine(p.norm_weight, p.norm_bias, spec.norm)
+        (x, rows), p = split(ctx.saved_tensors, DownsampleSaved, DownsampleParams)
+        _, needs = split(ctx.needs_input_grad, DownsampleInputs, DownsampleParams)
+        spec, (B, H, W, C), (out, _, kh, kw) = ctx.spec, ctx.shape, p.weight.shape
+        steps, affine = device_of(x).steps(x, out + 2 * C), Affine(p.norm_weight, p.norm_bias, spec.norm)
         n = steps.normalise(x, affine, spec.dtype, after=dy)
-        kept_dy, _ = steps.cotangent(R.flat(dy.permute(0, 2, 3, 1)), rows, None, None, B, n.y.dtype)
+        kept_dy, _ = steps.cotangent(R.flat(dy.permute(0, 2, 3, 1)), rows, None, None, B, n.y.dtype, total="output")
         matrix = p.weight.permute(0, 2, 3, 1).flatten(1)
-        dw = weight_gradient(kept_dy, n.y.view(-1, kh * kw * C), matrix, needs[2])
+        dw = weight_gradient(kept_dy, n.y.view(-1, kh * kw * C), matrix, needs.weight)
         if dw is not None:
             dw = dw.view(out, kh, kw, C).permute(0, 3, 1, 2)
         dn = kept_dy @ cast(matrix, n.y.dtype)
         inputs = patch_rows(rows, (H, W), dy.shape[2:], (kh, kw), spec.stride)
-        dx = steps.norm_backward_input(dn.view_as(x), n, affine, x.dtype, rows=inputs, size=B * H * W)
-        db, dnw, dnb = steps.totals()
+        dx = steps.norm_backward_input(
+            dn.view_as(x), n, affine, x.dtype, rows=inputs, size=B * H * W, norm_total="norm"
+        )
+        totals = steps.totals()
+        grads = DownsampleParams(totals["norm_weight"], totals["norm_bias"], dw, totals["output"])
         dx = dx.view(B, H, W, C).permute(0, 3, 1, 2)
-        return dx, *[None] * 3, *parameter_gradients((dnw, dnb, dw, db), p, needs, ctx.weight_scale)
+        return *DownsampleInputs(dx), *parameter_gradients(grads, p, needs, ctx.weight_scale)

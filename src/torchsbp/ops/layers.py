@@ -5,15 +5,13 @@ Backward functions return ``None`` for gradients nobody needs. ``dtype`` is the 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 aten = torch.ops.aten
-
-ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "silu", "relu")
 
 Grad = Tensor | None
 
@@ -25,7 +23,7 @@ class Norm(NamedTuple):
     kind: str = "layer"
 
 
-class Backward(NamedTuple):
+class BackwardOptions(NamedTuple):
     """How the backward pass of a branch is taken."""
 
     scope: str = "branch"
@@ -56,36 +54,31 @@ def linear(x: Tensor, weight: Tensor, bias: Grad, dtype: torch.dtype | None) -> 
     return F.linear(cast(x, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype))
 
 
-def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, need: bool = True) -> Grad:
-    """``dW = dyᵀ x`` (Eq. 3) for 2-D dy and x, in the precision of the weight.
+class LastLayer(NamedTuple):
+    """A branch's last layer ``γ ∘ (x Wᵀ + b)``: its parameters, or their gradients, or whether these are needed."""
 
-    Half-precision products on a GPU are given in float32 as they are summed, without a rounding in between.
-    """
-    if not need:
-        return None
-    if dy.is_cuda and dy.dtype in (torch.float16, torch.bfloat16) and weight.dtype == torch.float32:
-        return torch.mm(dy.t(), x, out_dtype=torch.float32)
-    return (dy.t() @ x).to(weight.dtype)
+    weight: Any
+    bias: Any
+    scale: Any
 
 
-def last_layer_gradients(
-    product: Grad, total: Tensor, weight: Tensor, bias: Grad, scale: Grad, needs: Sequence[bool]
-) -> tuple[Grad, Grad, Grad]:
-    """Gradients of (W, b, γ) of ``y = γ ∘ (x Wᵀ + b)`` from ``dyᵀ x`` and ``Σ dy``; ``needs`` for them.
+def last_layer_gradients(product: Grad, total: Tensor, layer: LastLayer, needs: LastLayer) -> LastLayer:
+    """Gradients of (W, b, γ) from ``product = dyᵀ x`` and ``total = Σ dy``.
 
     The output of the linear layer is not needed for γ: ``dγ = rowsum(W ∘ (dyᵀ x)) + b ∘ Σ dy``, from the product that
     ``dW = γ ∘ (dyᵀ x)`` takes anyway.
     """
+    weight, bias, scale = layer
     if scale is None:
-        return product, total, None
+        return LastLayer(product, total, None)
     total = total.to(weight.dtype)
     dscale = None
-    if needs[2]:
+    if needs.scale:
         assert product is not None
         dscale = torch.linalg.vecdot(weight, product)
         dscale = dscale if bias is None else dscale + bias * total
-    dw = scale[:, None] * product if needs[0] and product is not None else None
-    return dw, scale * total, dscale
+    dw = scale[:, None] * product if needs.weight and product is not None else None
+    return LastLayer(dw, scale * total, dscale)
 
 
 def parameter_gradients(
@@ -130,49 +123,29 @@ def norm_again(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.d
     return Normed(cast(y, dtype), x, mean, rstd)
 
 
+class NormGradients(NamedTuple):
+    """Of a norm's input and its parameters."""
+
+    x: Tensor
+    weight: Grad
+    bias: Grad
+
+
 def norm_backward(
-    dy: Tensor, n: Normed, weight: Grad, bias: Grad, static: Norm, needs: Sequence[bool]
-) -> tuple[Tensor, Grad, Grad]:
-    """Gradients of (x, weight, bias); ``needs`` for (weight, bias)."""
+    dy: Tensor, n: Normed, weight: Grad, bias: Grad, static: Norm, needs_weight: bool, needs_bias: bool
+) -> NormGradients:
+    """From ``dy`` and what ``norm_again`` gave."""
     dy = dy.to(n.x.dtype)
     if static.kind == "rms":
-        return (*_rms_norm_backward(dy, n, weight, needs[0]), None)
-    mask = [True, needs[0], needs[1]]
-    shape = [n.x.shape[-1]]
+        return _rms_norm_backward(dy, n, weight, needs_weight)
+    mask, shape = [True, needs_weight, needs_bias], [n.x.shape[-1]]
     dx, dw, db = aten.native_layer_norm_backward(dy, n.x, shape, n.mean, n.rstd, weight, bias, mask)
-    return dx, dw if needs[0] else None, db if needs[1] else None
+    return NormGradients(dx, dw if needs_weight else None, db if needs_bias else None)
 
 
-def _rms_norm_backward(dy: Tensor, n: Normed, weight: Grad, need: bool) -> tuple[Tensor, Grad]:
+def _rms_norm_backward(dy: Tensor, n: Normed, weight: Grad, needs_weight: bool) -> NormGradients:
     """With x̂ = x / rms(x) and g = dy ∘ w: ``dx = (g − x̂ mean(g ∘ x̂)) / rms(x)``, ``dw = Σ dy ∘ x̂``."""
     unit = n.x * n.rstd
     g = dy if weight is None else dy * weight
     dx = (g - unit * (g * unit).mean(-1, keepdim=True)) * n.rstd
-    return dx, (dy * unit).flatten(0, -2).sum(0) if need else None
-
-
-def activation(x: Tensor, name: str) -> Tensor:
-    if name == "gelu":
-        return F.gelu(x)
-    if name == "gelu_tanh":
-        return F.gelu(x, approximate="tanh")
-    if name == "quick_gelu":
-        return x * torch.sigmoid(1.702 * x)
-    if name == "silu":
-        return F.silu(x)
-    assert name == "relu", name
-    return F.relu(x)
-
-
-def activation_backward(dy: Tensor, x: Tensor, name: str) -> Tensor:
-    if name == "gelu":
-        return aten.gelu_backward(dy, x)
-    if name == "gelu_tanh":
-        return aten.gelu_backward(dy, x, approximate="tanh")
-    if name == "quick_gelu":
-        s = torch.sigmoid(1.702 * x)
-        return dy * s * (1 + 1.702 * x * (1 - s))
-    if name == "silu":
-        return aten.silu_backward(dy, x)
-    assert name == "relu", name
-    return aten.threshold_backward(dy, x, 0)
+    return NormGradients(dx, (dy * unit).flatten(0, -2).sum(0) if needs_weight else None, None)

@@ -4,7 +4,6 @@ It serves ConvNeXt's pointwise convolutions too, where the residual comes from e
 Saved: the kept rows of x; with ``recompute=False`` also the kept rows of the hidden layer.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,24 +11,26 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import rows as R
+from .activations import ACTIVATIONS
+from .device import device_of, weight_gradient
 from .layers import (
-    Backward,
+    BackwardOptions,
     Grad,
+    LastLayer,
     Norm,
     Normed,
-    activation,
     autocast_dtype,
     last_layer_gradients,
     linear,
     norm,
     parameter_gradients,
     saved_dtype,
-    weight_gradient,
 )
-from .steps import Affine, Cotangent, Steps, keep, steps_for
+from .named import Needs, split
+from .steps import Affine, Cotangent, Steps
 
 
-class MLP(NamedTuple):
+class MLPParams(NamedTuple):
     """The parameters of the branch."""
 
     norm_weight: Grad
@@ -42,39 +43,68 @@ class MLP(NamedTuple):
 
 
 class MLPSpec(NamedTuple):
-    """What is static about the branch."""
+    """What is static about the branch; ``act`` is a name in ``ACTIVATIONS``."""
 
     norm: Norm = Norm()
     act: str = "gelu"
     dtype: torch.dtype | None = None
 
 
+class MLPWeights(NamedTuple):
+    """What backward multiplies by, in the precision of products."""
+
+    weight1: Tensor
+    bias1: Grad
+    weight2: Tensor
+
+
+class MLPProducts(NamedTuple):
+    """What ``mlp_backward`` has found for the weights: the gradient of weight1, and ``dyᵀ g`` for weight2."""
+
+    weight1: Any
+    last: Grad
+
+
 def mlp_branch(
     x: Tensor,
     rows: R.Rows,
-    params: MLP,
+    params: MLPParams,
     spec: MLPSpec = MLPSpec(),
     *,
-    places: Tensor | None = None,
+    inverse: Tensor | None = None,
     factor: Tensor | None = None,
     residual: bool = True,
-    how: Backward = Backward(),
+    options: BackwardOptions = BackwardOptions(),
 ) -> Tensor:
-    """The branch on ``x [B, ..., C]``; ``factor [B]`` is stochastic depth's factor per sample, ``places`` the inverse
-    of ``rows`` if it is at hand."""
+    """The branch on ``x [B, ..., C]``; ``factor [B]`` is stochastic depth's factor per sample, ``inverse`` that of
+    ``rows`` if it is at hand."""
     spec = spec._replace(dtype=autocast_dtype(x))
-    return _MLPBranch.apply(x, rows, places, factor, spec, residual, how, *params)
+    return _MLPBranch.apply(*MLPInputs(x, rows, inverse, factor, spec, residual, options), *params)
 
 
-def mlp_hidden(x: Tensor, p: MLP, spec: MLPSpec) -> Tensor:
+def mlp_hidden(x: Tensor, p: MLPParams, spec: MLPSpec) -> Tensor:
     """The hidden layer before its activation."""
     return linear(norm(x, p.norm_weight, p.norm_bias, spec.norm, spec.dtype), p.weight1, p.bias1, spec.dtype)
 
 
-def mlp_output(h: Tensor, p: MLP, spec: MLPSpec) -> Tensor:
+def mlp_output(h: Tensor, p: MLPParams, spec: MLPSpec) -> Tensor:
     """The branch's output from its hidden layer."""
-    z = linear(activation(h, spec.act), p.weight2, p.bias2, spec.dtype)
+    z = linear(ACTIVATIONS[spec.act].forward(h), p.weight2, p.bias2, spec.dtype)
     return z if p.scale is None else z * p.scale
+
+
+def mlp_weights(p: MLPParams) -> MLPWeights:
+    return MLPWeights(p.weight1, p.bias1, p.weight2)
+
+
+def mlp_norm(p: MLPParams, spec: MLPSpec) -> Affine:
+    return Affine(p.norm_weight, p.norm_bias, spec.norm)
+
+
+def mlp_columns(p: MLPParams) -> int:
+    """Of the totals of the branch: "mlp_output", "mlp_hidden", "mlp_norm_weight", "mlp_norm_bias"."""
+    hidden, channels = p.weight1.shape
+    return p.weight2.shape[0] + hidden + 2 * channels
 
 
 def mlp_backward(
@@ -82,44 +112,77 @@ def mlp_backward(
     dy: Cotangent,
     n: Normed,
     h: Grad,
-    halves: Sequence[Any],
-    p: MLP,
+    cast_weights: MLPWeights,
+    p: MLPParams,
     spec: MLPSpec,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Grad, Grad]:
-    """From normalised kept rows: their gradient, that of weight1, and ``dyᵀ g`` for weight2. ``h`` is the hidden layer,
-    recomputed unless given; ``halves`` are (weight1, bias1, weight2) in the precision of products; ``needs`` as in MLP.
-    """
-    weight1, bias1, weight2 = halves
-    own = h is None
+    needs: Needs,
+) -> tuple[Tensor, MLPProducts]:
+    """From normalised kept rows: their gradient, and the products for the weights. ``h`` is the hidden layer,
+    recomputed unless given."""
+    weight1, bias1, weight2 = cast_weights
+    overwrite = h is None
     if h is None:
         h = linear(n.y, weight1, bias1, None)
-    g, dh = steps.activation(h, dy.dz @ weight2, spec.act, own)
+    g, dh = steps.activation(h, dy.dz @ weight2, spec.act, overwrite, total="mlp_hidden")
     del h  # the hidden layer is the widest: no more of it at once than needed
-    product = weight_gradient(dy.dy, g, p.weight2, needs[4] or needs[6])
+    product = weight_gradient(dy.dy, g, p.weight2, needs.weight2 or needs.scale)
     del g
-    return dh @ weight1, weight_gradient(dh, n.y, p.weight1, needs[2]), product
+    return dh @ weight1, MLPProducts(weight_gradient(dh, n.y, p.weight1, needs.weight1), product)
+
+
+def mlp_gradients(products: MLPProducts, totals: dict[str, Tensor], p: MLPParams, needs: Needs) -> MLPParams:
+    """The parameters' gradients, before their precision and scale."""
+    layer, needed = (LastLayer(t.weight2, t.bias2, t.scale) for t in (p, needs))
+    last = last_layer_gradients(products.last, totals["mlp_output"], layer, needed)
+    return MLPParams(
+        norm_weight=totals["mlp_norm_weight"],
+        norm_bias=totals["mlp_norm_bias"],
+        weight1=products.weight1,
+        bias1=totals["mlp_hidden"],
+        weight2=last.weight,
+        bias2=last.bias,
+        scale=last.scale,
+    )
+
+
+class MLPInputs(NamedTuple):
+    """What the function takes before the parameters; as gradients, all but that of x are None."""
+
+    x: Any
+    rows: R.Rows = None
+    inverse: Grad = None
+    factor: Grad = None
+    spec: MLPSpec | None = None
+    residual: bool | None = None
+    options: BackwardOptions | None = None
+
+
+class MLPSaved(NamedTuple):
+    """What the function saves before the parameters: kept rows of x and, unless recomputed, of the hidden layer."""
+
+    x: Tensor
+    h: Grad
+    rows: R.Rows
+    inverse: Grad
+    factor: Grad
 
 
 class _MLPBranch(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        rows: R.Rows,
-        places: Grad,
-        factor: Grad,
-        spec: MLPSpec,
-        residual: bool,
-        how: Backward,
-        *params: Grad,
-    ) -> Tensor:
-        p = MLP(*params)  # type: ignore[arg-type]
+    def forward(ctx: Any, *flat: Any) -> Tensor:
+        (x, rows, inverse, factor, spec, residual, options), p = split(flat, MLPInputs, MLPParams)
+        device = device_of(x)
         h = mlp_hidden(x, p, spec)
-        kept_h = None if how.recompute else keep(h, rows)
-        kept_x = keep(x, rows, saved_dtype(x, spec.dtype, how.recompute))
-        ctx.save_for_backward(kept_x, kept_h, rows, places, factor, *params)
-        ctx.static, ctx.weight_scale = (spec, residual, how.scope, x.dtype), how.weight_scale
+        saved = MLPSaved(
+            x=device.save_rows(x, rows, saved_dtype(x, spec.dtype, options.recompute)),
+            h=None if options.recompute else device.save_rows(h, rows),
+            rows=rows,
+            inverse=inverse,
+            factor=factor,
+        )
+        ctx.save_for_backward(*saved, *p)
+        ctx.spec, ctx.residual, ctx.dtype = spec, residual, x.dtype
+        ctx.scope, ctx.weight_scale = options.scope, options.weight_scale
         y = mlp_output(h, p, spec)
         if factor is not None:
             y = y * factor.view(-1, *[1] * (x.dim() - 1))
@@ -128,23 +191,19 @@ class _MLPBranch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        tensors = ctx.saved_tensors  # read once: checkpointing unpacks each tensor a single time
-        x, h, rows, places, factor = tensors[:5]
-        p, needs = MLP(*tensors[5:]), ctx.needs_input_grad[7:]
-        spec, residual, scope, dtype = ctx.static
-        shape, dy = dy.shape, R.flat(dy)
-        steps = steps_for(x, 3 * x.shape[-1] + p.weight1.shape[0])
-        affine = Affine(p.norm_weight, p.norm_bias, spec.norm)
+        # Read once: checkpointing unpacks each tensor a single time.
+        (x, h, rows, inverse, factor), p = split(ctx.saved_tensors, MLPSaved, MLPParams)
+        _, needs = split(ctx.needs_input_grad, MLPInputs, MLPParams)
+        spec, shape, dy = ctx.spec, dy.shape, R.flat(dy)
+        steps, affine = device_of(x).steps(x, mlp_columns(p)), mlp_norm(p, spec)
 
         n = steps.normalise(R.flat(x), affine, spec.dtype, after=dy)
-        halves = steps.cast(n.y.dtype, p.weight1, p.bias1, p.weight2)
-        kept_dy = steps.cotangent(dy, rows, factor, p.scale, shape[0], n.y.dtype)
-        dn, dw1, product = mlp_backward(steps, kept_dy, n, h, halves, p, spec, needs)
-        base, gated = dy if residual else None, scope == "block"
+        cast_weights = MLPWeights(*steps.cast(n.y.dtype, *mlp_weights(p)))
+        kept_dy = steps.cotangent(dy, rows, factor, p.scale, shape[0], n.y.dtype, total="mlp_output")
+        dn, products = mlp_backward(steps, kept_dy, n, h, cast_weights, p, spec, needs)
         dx = steps.norm_backward_input(
-            dn, n, affine, dtype, rows=rows, places=places, size=dy.shape[0], base=base, gated=gated
-        )
-        total, db1, dnw, dnb = steps.totals()
-        last = last_layer_gradients(product, total, p.weight2, p.bias2, p.scale, needs[4:])
-        grads = dnw, dnb, dw1, db1, *last
-        return dx.view(shape), *[None] * 6, *parameter_gradients(grads, p, needs, ctx.weight_scale)
+            dn, n, affine, ctx.dtype, rows=rows, inverse=inverse, size=dy.shape[0],
+            base=dy if ctx.residual else None, gated=ctx.scope == "block", norm_total="mlp_norm",
+        )  # fmt: skip
+        grads = mlp_gradients(products, steps.totals(), p, needs)
+        return *MLPInputs(dx.view(shape)), *parameter_gradients(grads, p, needs, ctx.weight_scale)

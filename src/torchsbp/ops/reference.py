@@ -10,9 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import Attention, AttentionSpec
-from .layers import activation, norm
-from .mlp import MLP, MLPSpec
+from .activations import ACTIVATIONS
+from .downsample import DownsampleParams, DownsampleSpec
+from .heads import AttentionParams, AttentionSpec
+from .layers import norm
+from .mlp import MLPParams, MLPSpec
+from .windows import MASKED, Windows
 
 
 def gate(y: Tensor, rows: Tensor | None) -> Tensor:
@@ -31,21 +34,21 @@ def per_sample(y: Tensor, factor: Tensor | None) -> Tensor:
     return y if factor is None else y * factor.view(-1, *[1] * (y.dim() - 1))
 
 
-def mlp(x: Tensor, p: MLP, spec: MLPSpec) -> Tensor:
+def mlp(x: Tensor, p: MLPParams, spec: MLPSpec) -> Tensor:
     h = F.linear(norm(x, p.norm_weight, p.norm_bias, spec.norm), p.weight1, p.bias1)
-    y = F.linear(activation(h, spec.act), p.weight2, p.bias2)
+    y = F.linear(ACTIVATIONS[spec.act].forward(h), p.weight2, p.bias2)
     return y if p.scale is None else y * p.scale
 
 
 def mlp_branch(
-    x: Tensor, rows: Tensor | None, p: MLP, spec: MLPSpec, factor: Tensor | None = None, scope: str = "branch"
+    x: Tensor, rows: Tensor | None, p: MLPParams, spec: MLPSpec, factor: Tensor | None = None, scope: str = "branch"
 ) -> Tensor:
     """``x + gate(f(x))``, or ``gate(x + f(x))`` in scope "block" (Eq. 4, 5)."""
     y = per_sample(mlp(x, p, spec), factor)
     return x + gate(y, rows) if scope == "branch" else gate(x + y, rows)
 
 
-def attention(x: Tensor, rows: Tensor | None, heads: Tensor | None, p: Attention, spec: AttentionSpec) -> Tensor:
+def attention(x: Tensor, rows: Tensor | None, heads: Tensor | None, p: AttentionParams, spec: AttentionSpec) -> Tensor:
     """Softmax attention with the attention map written out (Eq. 14, 15), its gradient gated by the rule."""
     n = norm(x, p.norm_weight, p.norm_bias, spec.norm)
     q, k, v = F.linear(n, p.qkv_weight, p.qkv_bias).unflatten(-1, (3, spec.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -53,9 +56,9 @@ def attention(x: Tensor, rows: Tensor | None, heads: Tensor | None, p: Attention
         q = norm(q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm)
         k = norm(k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm)
     m = q @ k.transpose(-2, -1) * spec.softmax_scale
-    if spec.rule == "qkv" and rows is not None:
+    if spec.rule.key_rows and rows is not None:
         m, v = drop_qkv(m, v, mask(rows, x.shape[:2])[:, None])
-    return project_heads(m.softmax(-1) @ v, heads, p, spec)
+    return project_heads(m.softmax(-1) @ v, heads if spec.rule.heads else None, p, spec)
 
 
 def drop_qkv(m: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,7 +67,7 @@ def drop_qkv(m: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(rows & columns, m, m.detach()), torch.where(rows, v, v.detach())
 
 
-def project_heads(o: Tensor, heads: Tensor | None, p: Attention, spec: AttentionSpec) -> Tensor:
+def project_heads(o: Tensor, heads: Tensor | None, p: AttentionParams, spec: AttentionSpec) -> Tensor:
     """``γ ∘ (Σ_h o_h W_h + b)``; outside ``heads`` the contribution of a head is a constant."""
     weights = p.proj_weight.unflatten(1, (spec.heads, -1))
     scale = 1 if p.scale is None else p.scale
@@ -78,25 +81,72 @@ def project_heads(o: Tensor, heads: Tensor | None, p: Attention, spec: Attention
 def attention_branch(
     x: Tensor,
     rows: Tensor | None,
-    p: Attention,
+    p: AttentionParams,
     spec: AttentionSpec,
     heads: Tensor | None = None,
     factor: Tensor | None = None,
     scope: str = "branch",
 ) -> Tensor:
-    """``x + gate(attention(x))``, or ``gate(x + attention(x))`` in scope "block"; rule "head" gates heads, not rows."""
+    """``x + gate(attention(x))``, or ``gate(x + attention(x))`` in scope "block"; the rule says what is gated."""
     y = per_sample(attention(x, rows, heads, p, spec), factor)
-    rows = None if spec.rule == "head" else rows
+    rows = rows if spec.rule.query_rows else None
     return x + gate(y, rows) if scope == "branch" else gate(x + y, rows)
 
 
-def downsample(
-    x: Tensor, rows: Tensor | None, norm_params: tuple, weight: Tensor, bias: Tensor | None, stride: int
+def transformer_block(
+    x: Tensor,
+    rows: Tensor | None,
+    p1: AttentionParams,
+    spec1: AttentionSpec,
+    p2: MLPParams,
+    spec2: MLPSpec,
+    factors: tuple[Tensor | None, Tensor | None] = (None, None),
+    scope: str = "branch",
 ) -> Tensor:
+    """The attention branch, then the MLP branch, on the same kept rows."""
+    attention_factor, mlp_factor = factors
+    x = attention_branch(x, rows, p1, spec1, None, attention_factor, scope)
+    return mlp_branch(x, rows, p2, spec2, mlp_factor, scope)
+
+
+def downsample(x: Tensor, rows: Tensor | None, p: DownsampleParams, spec: DownsampleSpec) -> Tensor:
     """``gate(conv(norm(x)))`` on ``x [B, C, H, W]``; ``rows`` are output positions. Patches do not overlap (Eq. 6)."""
-    n = norm(x.permute(0, 2, 3, 1), *norm_params).permute(0, 3, 1, 2)
-    y = F.conv2d(n, weight, bias, stride).permute(0, 2, 3, 1)
+    n = norm(x.permute(0, 2, 3, 1), p.norm_weight, p.norm_bias, spec.norm).permute(0, 3, 1, 2)
+    y = F.conv2d(n, p.weight, p.bias, spec.stride).permute(0, 2, 3, 1)
     return gate(y, rows).permute(0, 3, 1, 2)
+
+
+def rerun(
+    block: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor | None, rows: Tensor | None, scope: str = "branch"
+) -> Tensor:
+    """``gate(block(x))``; at dropped rows the residual path, part of the block, has its gradient all the same."""
+    y = block(x)
+    if rows is None or residual is None or scope == "block":
+        return gate(y, rows)
+    path = residual - residual.detach()  # zero, with a gradient
+    return torch.where(mask(rows, y.shape[:-1]).unsqueeze(-1), y, y.detach() + path)
+
+
+def window_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, w: Windows) -> Tensor:
+    """Attention of rows ``[B, heads, n, D]`` in their windows, as one map over all slots of all windows.
+
+    A row sees the slots of its own window, padding (zeros) included; ``bias [heads, area, area]`` is by slot, and rows
+    of another region are as good as masked.
+    """
+    area = bias.shape[-1]
+    slots = torch.arange(w.slots.shape[1] * area, device=q.device)
+    k, v = (t.new_zeros(*t.shape[:2], len(slots), t.shape[3]).index_copy(2, w.slot_of_row, t) for t in (k, v))
+    m = q @ k.mT * q.shape[-1] ** -0.5 + bias[:, (w.slot_of_row % area)[:, None], slots % area]
+    if w.regions is not None:
+        regions = w.regions.flatten()
+        m = m + MASKED * (regions[w.slot_of_row][:, None] != regions)
+    outside = (w.slot_of_row // area)[:, None] != slots // area
+    return m.masked_fill(outside, -torch.inf).softmax(-1) @ v
+
+
+def encode_frames(encoder: Callable[[Tensor], Tensor], video: Tensor, keep: Tensor) -> Tensor:
+    """The encoder on every frame of ``video [B, T, ...]``, gated to the kept frames."""
+    return sbp(lambda v: encoder(v.flatten(0, 1)).unflatten(0, v.shape[:2]), video, keep, 1)
 
 
 def sbp(fn: Callable[[Tensor], Tensor], x: Tensor, keep: Tensor, dim: int) -> Tensor:

@@ -7,14 +7,15 @@ its own at dropped rows, dy (nothing in scope "block"). Rows of y begin at its d
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import rows as R
-from .layers import Backward, Grad, autocast_dtype, saved_dtype
+from .layers import BackwardOptions, Grad, autocast_dtype, saved_dtype
+from .named import first, split
 
 Again = Callable[..., Tensor]
 
@@ -26,19 +27,19 @@ def rerun(
     residual: Grad,
     rows: R.Rows,
     tensors: Sequence[Tensor],
-    how: Backward,
+    options: BackwardOptions,
     dim: int = 1,
 ) -> Tensor:
     """y, with the gradient of ``again(x, rows, *tensors)``, which runs in backward. Saved: x and the tensors."""
-    return _Rerun.apply(again, fresh(y), rows, how, dim, residual, x, *tensors)
+    return _Rerun.apply(*RerunInputs(again, fresh(y), rows, options, dim, residual, x), *tensors)
 
 
-def graft(y: Tensor, kept: Tensor, residual: Grad, rows: R.Rows, how: Backward, dim: int = 1) -> Tensor:
-    """y, with the gradient of its kept rows, which have run already on ``inner(x, how)``.
+def graft(y: Tensor, kept: Tensor, residual: Grad, rows: R.Rows, options: BackwardOptions, dim: int = 1) -> Tensor:
+    """y, with the gradient of its kept rows, which have run already on ``inner(x, options)``.
 
     The value does not depend on them: where their run is checkpointed, a compiler leaves it to the backward graph.
     """
-    return _Graft.apply(fresh(y), kept, residual, rows, how, dim)
+    return _Graft.apply(*GraftInputs(fresh(y), kept, residual, rows, options, dim))
 
 
 def fresh(y: Tensor) -> Tensor:
@@ -46,9 +47,9 @@ def fresh(y: Tensor) -> Tensor:
     return y.clone() if torch.compiler.is_compiling() or y._is_view() else y
 
 
-def inner(x: Tensor, how: Backward) -> Tensor:
+def inner(x: Tensor, options: BackwardOptions) -> Tensor:
     """x for a run that is grafted: it takes back the weight scale, which parameters alone should see."""
-    return x if how.weight_scale == 1 else _ScaleGradient.apply(x, 1 / how.weight_scale)
+    return x if options.weight_scale == 1 else _ScaleGradient.apply(x, 1 / options.weight_scale)
 
 
 def casts_anew(x: Tensor, dtype: torch.dtype | None) -> torch.autocast:
@@ -64,69 +65,96 @@ def kept_of(dy: Tensor, rows: R.Rows, shape: torch.Size, dim: int) -> Tensor:
     return dy if rows is None else R.take(R.channels_last(dy, dim), rows).view(shape)
 
 
-def dropped(dy: Tensor, rows: R.Rows, how: Backward, dim: int, need: bool) -> Grad:
+def dropped(dy: Tensor, rows: R.Rows, options: BackwardOptions, dim: int, need: bool) -> Grad:
     """What the residual path gets at dropped rows."""
-    if rows is None or how.scope == "block" or not need:
+    if rows is None or options.scope == "block" or not need:
         return None
     dy = R.channels_last(dy, dim)
     dropped = R.flat(dy).index_fill(0, rows, 0).view(dy.shape)
     return dropped if dim == 1 else dropped.movedim(-1, 1)
 
 
+class RerunInputs(NamedTuple):
+    """What the function takes before the tensors; as gradients, all but those of the residual and x are None."""
+
+    again: Again | None = None
+    y: Grad = None
+    rows: R.Rows = None
+    options: BackwardOptions | None = None
+    dim: int | None = None
+    residual: Grad = None
+    x: Grad = None
+
+
+class RerunSaved(NamedTuple):
+    """What the function saves before the tensors."""
+
+    rows: R.Rows
+    x: Tensor
+
+
 class _Rerun(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        again: Again,
-        y: Tensor,
-        rows: R.Rows,
-        how: Backward,
-        dim: int,
-        residual: Grad,
-        x: Tensor,
-        *tensors: Tensor,
-    ) -> Tensor:
-        ctx.static = again, how, dim, x.dtype, autocast_dtype(x)
-        ctx.save_for_backward(rows, x.to(saved_dtype(x, autocast_dtype(x), recompute=True)), *tensors)
+    def forward(ctx: Any, *flat: Any) -> Tensor:
+        (again, y, rows, options, dim, _, x), tensors = first(flat, RerunInputs)
+        ctx.again, ctx.options, ctx.dim, ctx.x_dtype, ctx.dtype = again, options, dim, x.dtype, autocast_dtype(x)
+        saved = RerunSaved(rows, x.to(saved_dtype(x, ctx.dtype, recompute=True)))
+        ctx.save_for_backward(*saved, *tensors)
         ctx.mark_dirty(y)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Grad, ...]:
-        again, how, dim, x_dtype, dtype = ctx.static
-        rows, x, *tensors = ctx.saved_tensors
-        residual_needs, *needs = ctx.needs_input_grad[5:]
-        inputs = [t.detach().requires_grad_(n) for t, n in zip((x.to(x_dtype), *tensors), needs, strict=True)]
-        with torch.enable_grad(), casts_anew(x, dtype):
-            kept = again(inputs[0], rows, *inputs[1:])
-        wanted = [t for t in inputs if t.requires_grad]
-        kept_dy = kept_of(dy, rows, kept.shape, dim)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        (rows, x), tensors = first(ctx.saved_tensors, RerunSaved)
+        needs, needs_tensors = first(ctx.needs_input_grad, RerunInputs)
+        options = ctx.options
+        x_again = x.to(ctx.x_dtype).detach().requires_grad_(needs.x)
+        others = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs_tensors, strict=True)]
+        with torch.enable_grad(), casts_anew(x, ctx.dtype):
+            kept = ctx.again(x_again, rows, *others)
+        wanted = [t for t in (x_again, *others) if t.requires_grad]
+        kept_dy = kept_of(dy, rows, kept.shape, ctx.dim)
         found = iter(torch.autograd.grad(kept, wanted, kept_dy, allow_unused=True))
-        dx, *grads = (next(found) if need else None for need in needs)
-        if how.weight_scale != 1:
-            grads = [None if grad is None else grad * how.weight_scale for grad in grads]
-        return *[None] * 5, dropped(dy, rows, how, dim, residual_needs), dx, *grads
+        dx, *grads = (next(found) if need else None for need in (needs.x, *needs_tensors))
+        if options.weight_scale != 1:
+            grads = [None if grad is None else grad * options.weight_scale for grad in grads]
+        d_residual = dropped(dy, rows, options, ctx.dim, needs.residual)
+        return *RerunInputs(residual=d_residual, x=dx), *grads
+
+
+class GraftInputs(NamedTuple):
+    """What the function takes; as gradients, all but those of the kept rows and the residual are None."""
+
+    y: Grad = None
+    kept: Grad = None
+    residual: Grad = None
+    rows: R.Rows = None
+    options: BackwardOptions | None = None
+    dim: int | None = None
 
 
 class _Graft(torch.autograd.Function):
     """y; its gradient goes to its kept rows, times the weight scale, and to the residual path at dropped rows."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, kept: Tensor, residual: Grad, rows: R.Rows, how: Backward, dim: int) -> Tensor:
+    def forward(
+        ctx: Any, y: Tensor, kept: Tensor, residual: Grad, rows: R.Rows, options: BackwardOptions, dim: int
+    ) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.how, ctx.shape, ctx.dim = how, kept.shape, dim
+        ctx.options, ctx.shape, ctx.dim = options, kept.shape, dim
         ctx.mark_dirty(y)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Grad, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         (rows,) = ctx.saved_tensors
-        how, dim = ctx.how, ctx.dim
+        (needs,) = split(ctx.needs_input_grad, GraftInputs)
+        options, dim = ctx.options, ctx.dim
         kept = kept_of(dy, rows, ctx.shape, dim)
-        scaled = kept if how.weight_scale == 1 else kept * how.weight_scale
-        return None, scaled, dropped(dy, rows, how, dim, ctx.needs_input_grad[2]), None, None, None
+        scaled = kept if options.weight_scale == 1 else kept * options.weight_scale
+        return (*GraftInputs(kept=scaled, residual=dropped(dy, rows, options, dim, needs.residual)),)
 
 
 class _ScaleGradient(torch.autograd.Function):

@@ -65,12 +65,12 @@ def after(cotangent: Tensor, x: Tensor) -> Tensor:
     return x + zero.to(x.dtype)
 
 
-def apart(x: Tensor) -> Tensor:
+def new_value(x: Tensor) -> Tensor:
     """``x``, another value to the compiler, which would merge the same expressions of x elsewhere with ours."""
     return x.clone() if torch.compiler.is_compiling() else x
 
 
-def places(rows: Tensor, size: int) -> Tensor:
+def inverse(rows: Tensor, size: int) -> Tensor:
     """The inverse of ``rows``: the place of each of ``size`` rows among the kept ones, -1 for the rest."""
     none = torch.full((size,), -1, dtype=torch.int32, device=rows.device)
     return none.index_copy(0, rows, torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device))

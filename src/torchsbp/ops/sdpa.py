@@ -6,67 +6,33 @@ with all of K and V give rule "query"; with kept rows of K and V as well they gi
 those of the full softmax, because L does. Shapes: Q ``[B, H, k, D]``, K and V ``[B, H, m, D]``, L ``[B, H, k]``.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
-import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
 
+from .device import HALF, device_of
+
 aten = torch.ops.aten
-HALF = (torch.float16, torch.bfloat16)
-
-
-def kernel(q: Tensor, fused: bool) -> str:
-    """Which kernel ``F.scaled_dot_product_attention`` takes for such a query when no mask is given."""
-    device, width = q.device.type, q.shape[-1]
-    if not fused:
-        return "plain"
-    if device == "cpu":
-        return "cpu"
-    if device == "cuda" and q.dtype in HALF and width % 8 == 0 and width <= 256:
-        return "cudnn" if width <= 128 and _prefers_cudnn(q.device.index or 0) else "flash"
-    if device == "cuda" and q.dtype == torch.float32 and width % 4 == 0:
-        return "efficient"
-    return "plain"
-
-
-_PREFERS_CUDNN: dict[int, bool] = {}
-
-
-@torch.compiler.assume_constant_result
-def _prefers_cudnn(device: int) -> bool:
-    """Whether PyTorch prefers cuDNN's attention on this GPU (newer ones), asked once on a small query."""
-    if device not in _PREFERS_CUDNN:
-        q = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device=f"cuda:{device}")
-        choice = torch._fused_sdp_choice(q, q, q)
-        _PREFERS_CUDNN[device] = choice == torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value
-    return _PREFERS_CUDNN[device]
+Forward = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, fused: bool = True) -> tuple[Tensor, Tensor]:
     """``O = softmax(Q Kᵀ · scale) V`` and L."""
-    name = kernel(q, fused)
-    if name == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale)
-    if name == "flash":
-        out = aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)
-        return out[0], out[1]
-    if name == "cudnn":
-        out = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, scale=scale)
-        return out[0], out[1].squeeze(-1)
-    if name == "efficient":
-        out = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, scale=scale)
-        return out[0], out[1][..., : q.shape[-2]]
-    scores = (q * scale) @ k.transpose(-2, -1)
-    return scores.softmax(-1) @ v, _wide(scores).logsumexp(-1)
+    return KERNELS[device_of(q).attention_kernel(q, fused)].forward(q, k, v, scale)
 
 
 def attend_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, fused: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV) from the given query and key rows."""
-    if torch.compiler.is_compiling() and kernel(q, fused) != "plain":
+    name = device_of(q).attention_kernel(q, fused)
+    if torch.compiler.is_compiling() and name != "plain":
         return torch.ops.torchsbp.attend_backward(do, q, k, v, o, lse, scale)
-    return _attend_backward(do, q, k, v, o, lse, scale, fused)
+    return KERNELS[name].backward(do, q, k, v, o, lse, scale)
 
 
 # Not torch.library.custom_op: its checks at every call take longer than the launch of a kernel.
@@ -82,7 +48,8 @@ def _operator(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``attend_backward`` for compiled graphs: the layouts that the kernels ask for are made here, not by the compiler
     (which gives cuDNN a log-sum-exp with strides that it refuses)."""
-    dq, dk, dv = _attend_backward(do, q, k, v, o, lse, scale, True)
+    kernel = KERNELS[device_of(q).attention_kernel(q, fused=True)]
+    dq, dk, dv = kernel.backward(do, q, k, v, o, lse, scale)
     return rows_first(dq), rows_first(dk), rows_first(dv)
 
 
@@ -98,33 +65,79 @@ def rows_first(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _attend_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, fused: bool
+class Kernel(NamedTuple):
+    """``forward(q, k, v, scale) -> (o, lse)`` and ``backward(do, q, k, v, o, lse, scale) -> (dq, dk, dv)``."""
+
+    forward: Forward
+    backward: Backward
+
+
+def _cpu(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale)
+
+
+def _cpu_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    name = kernel(q, fused)
-    if name == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, o, lse, 0.0, False, scale=scale)
-    if name == "flash":
-        seed = torch.empty((2,), dtype=torch.uint64, device=q.device)  # of dropout, which there is none
-        unused = torch.empty((), dtype=torch.uint64, device=q.device)
-        rows, keys = q.shape[-2], k.shape[-2]
-        return aten._scaled_dot_product_flash_attention_backward(
-            do, q, k, v, o, lse.contiguous(), None, None, rows, keys, 0.0, False, seed, unused, scale=scale
-        )
-    if name == "cudnn":
-        seed = torch.empty((), dtype=torch.int64, device=q.device)
-        rows, keys, lse = q.shape[-2], k.shape[-2], lse.contiguous().unsqueeze(-1)
-        return aten._scaled_dot_product_cudnn_attention_backward(
-            do, q, k, v, o, lse, seed, seed, None, None, None, rows, keys, 0.0, False, scale=scale
-        )
-    if name == "efficient":
-        seed = torch.empty((), dtype=torch.int64, device=q.device)
-        # The kernel reads L in steps of 32 rows.
-        padded = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
-        mask = [True, True, True, False]
-        return aten._scaled_dot_product_efficient_attention_backward(
-            do, q, k, v, None, o, padded, seed, seed, 0.0, mask, False, scale=scale
-        )[:3]
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, o, lse, 0.0, False, scale=scale)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    o, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)
+    return o, lse
+
+
+def _flash_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    seed = torch.empty((2,), dtype=torch.uint64, device=q.device)  # of dropout, which there is none
+    unused = torch.empty((), dtype=torch.uint64, device=q.device)
+    rows, keys = q.shape[-2], k.shape[-2]
+    return aten._scaled_dot_product_flash_attention_backward(
+        do, q, k, v, o, lse.contiguous(), None, None, rows, keys, 0.0, False, seed, unused, scale=scale
+    )
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    o, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, scale=scale)
+    return o, lse.squeeze(-1)
+
+
+def _cudnn_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    seed = torch.empty((), dtype=torch.int64, device=q.device)
+    rows, keys, lse = q.shape[-2], k.shape[-2], lse.contiguous().unsqueeze(-1)
+    return aten._scaled_dot_product_cudnn_attention_backward(
+        do, q, k, v, o, lse, seed, seed, None, None, None, rows, keys, 0.0, False, scale=scale
+    )
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    o, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, scale=scale)
+    return o, lse[..., : q.shape[-2]]
+
+
+def _efficient_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    seed = torch.empty((), dtype=torch.int64, device=q.device)
+    padded = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # the kernel reads L in steps of 32 rows
+    mask = [True, True, True, False]
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        do, q, k, v, None, o, padded, seed, seed, 0.0, mask, False, scale=scale
+    )
+    return dq, dk, dv
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    scores = (q * scale) @ k.transpose(-2, -1)
+    return scores.softmax(-1) @ v, _wide(scores).logsumexp(-1)
+
+
+def _plain_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     p = torch.exp(_wide((q * scale) @ k.transpose(-2, -1)) - lse.unsqueeze(-1)).to(q.dtype)
     dv = p.transpose(-2, -1) @ do
     ds = p * (do @ v.transpose(-2, -1) - (do * o).sum(-1, keepdim=True)) * scale
@@ -133,3 +146,12 @@ def _attend_backward(
 
 def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in HALF else x
+
+
+KERNELS = {
+    "cpu": Kernel(_cpu, _cpu_backward),
+    "flash": Kernel(_flash, _flash_backward),
+    "cudnn": Kernel(_cudnn, _cudnn_backward),
+    "efficient": Kernel(_efficient, _efficient_backward),
+    "plain": Kernel(_plain, _plain_backward),
+}

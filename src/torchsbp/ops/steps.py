@@ -1,18 +1,19 @@
 """The memory-bound steps of a backward pass, each one pass over its rows.
 
-``Steps`` writes them plainly: that is their definition, and what runs on CPU and in float64. On a CUDA device the
-Triton kernels of ``kernels.py`` stand in for them. Matrices are ``[rows, channels]``; ``rows`` are the kept rows (None:
-all, in order), ``dtype`` is the precision of matrix products.
+``Steps`` writes them plainly: that is their definition, and what runs on CPU and in float64. On a CUDA device
+``kernel_steps.KernelSteps`` stands in for them. Matrices are ``[rows, channels]``; ``rows`` are the kept rows (None:
+all, in order), ``dtype`` is the precision of matrix products. A step that leaves a sum over its rows, the gradient of a
+bias or a norm, takes its name: ``total``.
 """
 
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import rows as R
-from .layers import Grad, Norm, Normed, activation, activation_backward, cast, norm_again, norm_backward
+from .activations import ACTIVATIONS
+from .layers import Grad, Norm, Normed, cast, norm_again, norm_backward
 
 
 class Affine(NamedTuple):
@@ -31,13 +32,13 @@ class Cotangent(NamedTuple):
 
 
 class Steps:
-    """The steps of one backward pass. Each leaves sums over its rows (named in its docstring) in ``totals``."""
+    """The steps of one backward pass over rows like x's, whose totals have so many ``columns`` together."""
 
     def __init__(self, x: Tensor, columns: int) -> None:
-        self._totals: list[Tensor] = []
+        self._totals: dict[str, Tensor] = {}
 
-    def totals(self) -> list[Tensor]:
-        """The sums over rows that the steps have left, in their order: gradients of biases and norms."""
+    def totals(self) -> dict[str, Tensor]:
+        """The sums over rows that the steps have left, by name. A norm's are ``<name>_weight`` and ``<name>_bias``."""
         return self._totals
 
     def cast(self, dtype: torch.dtype, *tensors: Grad) -> list[Any]:
@@ -45,11 +46,11 @@ class Steps:
         return [None if t is None else cast(t, dtype) for t in tensors]
 
     def cotangent(
-        self, dy: Tensor, rows: R.Rows, factor: Grad, scale: Grad, samples: int, dtype: torch.dtype
+        self, dy: Tensor, rows: R.Rows, factor: Grad, scale: Grad, samples: int, dtype: torch.dtype, *, total: str
     ) -> Cotangent:
         """Kept rows of dy times the factor of their sample. Total: Σ dy."""
         kept = R.per_sample(R.take(dy, rows), factor)
-        self._totals.append(kept.sum(0))
+        self._totals[total] = kept.sum(0)
         half = cast(kept, dtype)
         return Cotangent(half, half if scale is None else cast(kept * scale, dtype))
 
@@ -75,17 +76,18 @@ class Steps:
         normed = norm_again(wide, *norm, dtype)
         return normed._replace(x=wide.to(x.dtype))
 
-    def activation(self, h: Tensor, dg: Tensor, name: str, own: bool) -> tuple[Tensor, Tensor]:
-        """For ``g = act(h)``: g and dh. dg is overwritten, and h too if it is our own. Total: Σ dh."""
-        g, dh = activation(h, name), activation_backward(dg, h, name)
-        self._totals.append(dh.sum(0))
+    def activation(self, h: Tensor, dg: Tensor, name: str, overwrite: bool, *, total: str) -> tuple[Tensor, Tensor]:
+        """For ``g = act(h)``: g and dh. dg may be overwritten, and h too if that is said. Total: Σ dh."""
+        act = ACTIVATIONS[name]
+        g, dh = act.forward(h), act.backward(dg, h)
+        self._totals[total] = dh.sum(0)
         return g, dh
 
-    def stack(self, *parts: Tensor, more: bool = False) -> Tensor:
-        """The columns of several matrices side by side. Total: Σ of them, appended to the one before if ``more``."""
+    def stack(self, *parts: Tensor, total: str) -> Tensor:
+        """The columns of several matrices side by side. Total: Σ of them, behind what a stack of that name has left."""
         stacked = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-        total = stacked.sum(0)
-        self._totals.append(torch.cat([self._totals.pop(), total]) if more else total)
+        found, before = stacked.sum(0), self._totals.get(total)
+        self._totals[total] = found if before is None else torch.cat([before, found])
         return stacked
 
     def norm_backward_middle(
@@ -99,14 +101,17 @@ class Steps:
         scale: Grad,
         samples: int,
         dtype: torch.dtype,
+        *,
+        norm_total: str,
+        total: str,
     ) -> tuple[Tensor, Cotangent]:
         """Gradient between two branches, ``dy[rows]`` + the norm's; and as the cotangent of the branch below.
 
         Totals: gradients of the norm's weight and bias, Σ of the cotangent.
         """
-        dx = self._norm_backward(dn, n, norm)
+        dx = self._norm_backward(dn, n, norm, norm_total)
         middle = R.take(dy, rows) + dx
-        return middle, self.cotangent(middle, None, factor, scale, samples, dtype)
+        return middle, self.cotangent(middle, None, factor, scale, samples, dtype, total=total)
 
     def norm_backward_input(
         self,
@@ -116,26 +121,27 @@ class Steps:
         dtype: torch.dtype,
         *,
         rows: R.Rows = None,
-        places: Grad = None,
+        inverse: Grad = None,
         size: int = 0,
         dn_kept: Grad = None,
         kept: Grad = None,
         base: Grad = None,
         gated: bool = False,
+        norm_total: str,
     ) -> Tensor:
         """Gradient of an op's input, in ``dtype``: the norm's and the residual path's, on all ``size`` rows.
 
         ``dn`` and ``n`` have the kept rows alone; or, if ``dn_kept`` is given, which is added to dn at the kept rows,
         all rows. The residual path brings ``kept`` at kept rows, or ``base`` if that is None; ``base`` elsewhere,
-        unless gated. ``places`` is ``rows.places(rows, size)`` if that is at hand. Totals: the norm's weight and bias.
+        unless gated. ``inverse`` is that of ``rows`` if it is at hand. Totals: the norm's weight and bias.
         """
         if rows is None:
             residual = base if kept is None else kept
-            dx = self._norm_backward(dn, n, norm)
+            dx = self._norm_backward(dn, n, norm, norm_total)
             return (dx if residual is None else residual + dx).to(dtype)
         if dn_kept is not None:
             dn = dn.index_add(0, rows, dn_kept.to(dn.dtype))
-        dx = self._norm_backward(dn, n, norm)
+        dx = self._norm_backward(dn, n, norm, norm_total)
         elsewhere = None if gated else base
         out = dx.new_zeros(size, dx.shape[1], dtype=dtype) if elsewhere is None else elsewhere.to(dtype)
         kept = R.take(base, rows) if kept is None and base is not None else kept
@@ -144,40 +150,9 @@ class Steps:
         assert kept is not None
         return out.index_copy(0, rows, kept.to(dtype)) + dx.to(dtype)
 
-    def _norm_backward(self, dn: Tensor, n: Normed, norm: Affine) -> Tensor:
-        needs = norm.weight is not None, norm.bias is not None
-        dx, dw, db = norm_backward(dn, n, *norm, needs)
+    def _norm_backward(self, dn: Tensor, n: Normed, norm: Affine, total: str) -> Tensor:
+        dx, dw, db = norm_backward(dn, n, *norm, norm.weight is not None, norm.bias is not None)
         nothing = dx.new_zeros(dx.shape[1])
-        self._totals += [nothing if dw is None else dw, nothing if db is None else db]
+        self._totals[f"{total}_weight"] = nothing if dw is None else dw
+        self._totals[f"{total}_bias"] = nothing if db is None else db
         return dx
-
-
-TRITON = find_spec("triton") is not None
-WIDEST = 8192  # channels: a kernel holds whole rows
-
-
-def steps_for(x: Tensor, columns: int) -> Steps:
-    """The steps of a backward pass over rows like x's, whose totals have so many columns together."""
-    if not TRITON or not fits(x):
-        return Steps(x, columns)
-    from .kernels import TritonSteps
-
-    return TritonSteps(x, columns)
-
-
-def keep(x: Tensor, rows: R.Rows, dtype: torch.dtype | None = None) -> Tensor:
-    """The given rows of x, ``[R, C]``, to be saved for backward in ``dtype``, and gathered here and now.
-
-    Left to itself, the compiler gathers the rows of several blocks in one kernel behind the last of them, and holds all
-    of x in all of these blocks until then.
-    """
-    if rows is None or not (TRITON and torch.compiler.is_compiling() and fits(x)):
-        return cast(R.take(x, rows), dtype)
-    from .kernels import take
-
-    return take(R.flat(x).contiguous(), rows, dtype or x.dtype)
-
-
-def fits(x: Tensor) -> bool:
-    """Whether the kernels are made for such rows."""
-    return x.is_cuda and x.dtype != torch.float64 and x.shape[-1] <= WIDEST and x.numel() > 0

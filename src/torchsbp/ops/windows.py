@@ -12,7 +12,7 @@ class Windows(NamedTuple):
     """Where the rows of a layer are in its windows: nW of them, each with k kept slots.
 
     - ``grid``, ``window``: their sizes.
-    - ``places``: window · area + slot of every row, ``[n]``.
+    - ``slot_of_row``: window · area + slot of every row, ``[n]``.
     - ``slots``: the kept ones of each window, ``[B, nW, k]``, or ``[1, nW, k]`` where samples share them.
     - ``filled``: which of the nW · k kept slots are rows, ``[kept]``; the rest is padding. None: all.
     - ``regions``: numbers ``[nW, area]``; rows of unequal ones do not see each other. None: all do.
@@ -20,7 +20,7 @@ class Windows(NamedTuple):
 
     grid: tuple[int, ...]
     window: tuple[int, ...]
-    places: Tensor
+    slot_of_row: Tensor
     slots: Tensor
     filled: Tensor | None
     regions: Tensor | None
@@ -29,7 +29,7 @@ class Windows(NamedTuple):
 def cut(x: Tensor, w: Windows) -> Tensor:
     """All rows ``[B, n, C]`` as windows ``[B · nW, area, C]``; padding is zero."""
     area = math.prod(w.window)
-    return _spread(x, w.places, w.slots.shape[1] * area).view(-1, area, x.shape[-1])
+    return _spread(x, w.slot_of_row, w.slots.shape[1] * area).view(-1, area, x.shape[-1])
 
 
 def cut_kept(x: Tensor, w: Windows) -> Tensor:
@@ -57,6 +57,6 @@ def kept_scores(bias: Tensor, w: Windows, batch: int) -> Tensor:
     added = bias.index_select(1, w.slots.flatten()).unflatten(1, (samples, count, k)).movedim(0, 2)
     if w.regions is not None:
         of_queries = w.regions.expand(samples, -1, -1).gather(2, w.slots)
-        apart = of_queries.unsqueeze(3) != w.regions.unsqueeze(1)
-        added = added + MASKED * apart.unsqueeze(2).to(added.dtype)
+        across = of_queries.unsqueeze(3) != w.regions.unsqueeze(1)
+        added = added + MASKED * across.unsqueeze(2).to(added.dtype)
     return added.expand(batch, -1, -1, -1, -1).flatten(0, 1)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..errors import UsageError
+
 
 def sbp(fn: Callable[[Tensor], Tensor], x: Tensor, keep: Tensor, dim: int = 1, *, recompute: bool = False) -> Tensor:
     """``gate(fn(x))`` for a function that treats the positions along ``dim`` independently.
@@ -14,7 +16,7 @@ def sbp(fn: Callable[[Tensor], Tensor], x: Tensor, keep: Tensor, dim: int = 1, *
     with gradients, the rest without, as in the paper. ``recompute=True`` saves only the kept part of x.
     """
     if keep.dim() != 1 or keep.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
+        raise UsageError(
             f"keep must be a vector of position indices (int64); got {keep.dtype} with shape {tuple(keep.shape)}. "
             "From a boolean mask, use mask.nonzero().flatten()."
         )

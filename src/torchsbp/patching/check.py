@@ -99,8 +99,8 @@ def install_gates(twin: nn.Module, patched: nn.Module) -> None:
 def install_gate(block: nn.Module, gate: "Gate", description: Any, scope: str) -> None:
     """Gate a block's output; its residual path begins at its input, and there is none if that has another size.
 
-    A description may name modules: a ``shortcut``, behind which the residual path begins; what is ``last``, behind the sum and
-    therefore behind the gate; a norm over positions, ``response``, whose statistic learns from kept rows only.
+    A description may name modules: a ``shortcut``, behind which the residual path begins; what is ``last``, behind the
+    sum and therefore behind the gate; a norm over positions, ``response``, whose statistic learns from kept rows only.
     """
     shortcut, last, response = (
         find(block, getattr(description, name, "")) for name in ("shortcut", "last", "response")

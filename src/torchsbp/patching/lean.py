@@ -11,10 +11,11 @@ from ..adapters import lean as L
 from ..adapters import lora
 from ..adapters.names import find
 from ..ops.activations import activation_of
-from ..ops.attention import AttentionParams, AttentionSpec, attention_branch
+from ..ops.attention import attention_branch
 from ..ops.block import transformer_block
 from ..ops.downsample import DownsampleParams, DownsampleSpec, downsample
 from ..ops.gate import gate
+from ..ops.heads import AttentionParams, AttentionSpec
 from ..ops.layers import BackwardOptions, autocast_dtype
 from ..ops.mlp import MLPParams, MLPSpec, mlp_branch
 from ..ops.rules import Rule

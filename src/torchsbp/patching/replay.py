@@ -2,7 +2,7 @@
 
 A block's own forward runs twice: first on all rows, without recording; again on the kept rows, for the gradient. While
 it runs, its strategy holds a ``Replay``, in which the first run records what the second recalls. Parts of the block
-(mixers, stochastic depth, a shortcut), which are sites too, look there. Outside of a run they are the modules they were.
+(mixers, stochastic depth, a shortcut), which are sites too, look there. Outside of a run they are what they were.
 
 | rows | recompute | compiled | the block is |
 |------|-----------|----------|--------------|
@@ -163,7 +163,7 @@ def first_run(block: Replayed, module: nn.Module, call: Call) -> Tensor:
 
 @dataclass(frozen=True)
 class Again:
-    """The second run of a block as a function of its input, the kept rows, and its records, arguments and parameters."""
+    """The second run of a block as a function of its input, the kept rows, its records, arguments and parameters."""
 
     block: Replayed
     module: nn.Module

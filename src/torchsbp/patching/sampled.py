@@ -16,8 +16,8 @@ from .site import Strategy, original, refuse
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a block is sampled: the masks of its backbone, its number among their sites (None: exact), the attention rule,
-    and what its backward does (the fields of ``SBPConfig``)."""
+    """How a block is sampled: the masks of its backbone, its number among their sites (None: exact), the attention
+    rule, and what its backward does (the fields of ``SBPConfig``)."""
 
     masks: Masks
     site: int | None

@@ -51,7 +51,7 @@ class Site(nn.Module):
 
 def original(module: nn.Module) -> Callable[..., Any]:
     """The forward of the module's own class."""
-    return super(Site, module).forward
+    return super(Site, module).forward  # type: ignore[misc]
 
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}

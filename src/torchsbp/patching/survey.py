@@ -1,4 +1,4 @@
-"""What ``apply`` finds in a model: its backbones, their blocks, which of these are sampled, and what speaks against it."""
+"""What ``apply`` finds in a model: its backbones, their blocks, which are sampled, and what speaks against it."""
 
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -55,9 +55,8 @@ def problems_of(its: Found, before: list[Found], config: SBPConfig) -> list[str]
     """Why a described module can't be patched, one sentence each."""
     problems = [f"{its.name} is the same module as {other.name}" for other in before if other.module is its.module][:1]
     problems += [f"{its.name}: {problem}" for problem in its.description.problems(its.module)]
-    for module, part in its.description.bindings(its.module) if not problems else ():
-        if isinstance(vars(module).get(NAME, module._modules.get(NAME)), nn.Module | nn.Parameter):
-            problems.append(f"{its.name}: a part of it is called {NAME!r}, the name that torchsbp uses; rename it")
+    if not problems and any(hasattr(module, NAME) for module, _ in its.description.bindings(its.module)):
+        problems.append(f"{its.name}: a part of it is called {NAME!r}, the name that torchsbp needs; rename it")
     if its.depth is not None and config.attention not in its.description.rules:
         allowed = ", ".join(repr(rule) for rule in its.description.rules)
         problems.append(f"{its.name}: attention={config.attention!r} is not allowed here; allowed: {allowed}")
@@ -85,7 +84,7 @@ def choose_blocks(model: nn.Module, adapter: Adapter, stages: list[Stage], confi
 
 def matches(item: object, names: list[str]) -> list[str]:
     """The blocks that an index or a pattern means."""
-    if isinstance(item, Integral) and -len(names) <= item < len(names):
+    if isinstance(item, Integral) and -len(names) <= int(item) < len(names):
         return [names[int(item)]]
     found = [name for name in names if isinstance(item, str) and fnmatch(name, item)]
     if not found:
@@ -107,12 +106,12 @@ def nothing_found(model: nn.Module) -> str:
     if known:
         name, module, adapter = known[0]
         return (
-            f"blocks known, wrapper not: {qualified(model)} holds {len(known)} blocks of {adapter.name} (first {name!r}, "
-            f"{qualified(module)}), but how it calls them is not described. Call torchsbp.apply on the model before it is "
-            "wrapped, or describe the wrapper by a Layout (docs/adapters.md)."
+            f"blocks known, wrapper not: {qualified(model)} holds {len(known)} blocks of {adapter.name} (first "
+            f"{name!r}, {qualified(module)}), but how it calls them is not described. Apply to the library's own "
+            "model, or describe the wrapper by a Layout (docs/adapters.md)."
         )
     blocks = ", ".join(block_classes(model)) or "not recognisable"
-    supported = "; ".join(f"{a.name} ({str(a.layouts[0].model).rpartition('.')[2]})" for a in ADAPTERS)
+    supported = "; ".join(f"{a.name} ({str(a.every_layout[0].model).rpartition('.')[2]})" for a in ADAPTERS)
     return (
         f"nothing to patch in {qualified(model)}: its blocks are {blocks}. "
         f"Supported, also inside another module: {supported}. "

@@ -1,7 +1,7 @@
 """Windows: how attention layers cut a grid, and equally many kept positions in each of them.
 
-A grid is padded to whole windows and rolled back by a shift, in one order or the other. *Slots* are what results, window
-after window.
+A grid is padded to whole windows and rolled back by a shift, in one order or the other. *Slots* are what results,
+window after window.
 """
 
 import math

@@ -1,0 +1,171 @@
+"""A CUDA device stood in for by fake CPU tensors: the same operators, buffers and precisions, nothing computed.
+
+Fake tensors can't say "cuda" and run backward where there is no GPU. So a step is traced with CPU tensors, and here is
+what a GPU would do otherwise: autocast keeps norms and softmax in float32, attention and dropout have kernels of their
+own, SBP's backward passes run Triton kernels, and some operators need workspace while they run.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from ..ops.device import CUDA, HALF, substituted
+from ..ops.kernel_steps import KernelSteps
+
+aten = torch.ops.aten
+
+PROCESSORS = 132  # of an H100 or H200: the kernels' buffers for sums are that many times four rows
+CUBLAS = 2 * 32 * 2**20  # fitted on ViT-B on an H200; presumably cuBLAS workspace, forward's and backward's thread
+TILE = 64
+
+
+class SimulatedSteps(KernelSteps):
+    """Allocates what the kernels need and launches none. Needs no Triton."""
+
+    def processors(self, device: torch.device) -> int:
+        return PROCESSORS
+
+    def launch(self, kernel: str, grid: tuple[int, ...], **arguments: Any) -> None:
+        """Nothing."""
+
+
+class SimulatedDevice(CUDA):
+    """A GPU that prefers cuDNN's attention (Hopper and later)."""
+
+    has_triton = True
+    kernel_steps = SimulatedSteps
+
+    def prefers_cudnn(self, q: Tensor) -> bool:
+        return True
+
+    def weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """In the weight's precision at once."""
+        return torch.empty(dy.shape[1], x.shape[1], dtype=weight.dtype)
+
+
+DEVICE = SimulatedDevice()
+
+
+@contextmanager
+def gpu() -> Iterator[None]:
+    """Inside, fake CPU tensors are treated as a GPU would."""
+    with substituted(DEVICE), SimulatedFunctions():
+        yield
+
+
+class SimulatedFunctions(TorchFunctionMode):
+    """PyTorch's own functions as a GPU runs them, in forward, backward and what is checkpointed."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in REPLACED:
+            return REPLACED[func](*args, **kwargs)
+        if func in WIDE and torch.is_autocast_enabled("cpu"):
+            return wide(func, args, kwargs)
+        if asks_for_overrides(func):
+            with self:  # a mode is off while it is asked
+                return inside(func)(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+def asks_for_overrides(func: Any) -> bool:
+    """Whether it is written in Python and calls other functions behind its question for overrides: attention, backward.
+
+    A method that calls ``super`` calls itself, in C.
+    """
+    if not isinstance(func, FunctionType) or "super" in func.__code__.co_names:
+        return False
+    return any(name in func.__globals__ for name in QUESTIONS)
+
+
+@cache
+def inside(func: FunctionType) -> FunctionType:
+    """The function without its question, which has been answered: what it calls asks again."""
+    names = func.__globals__ | {name: lambda *args: False for name in QUESTIONS}
+    result = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    result.__kwdefaults__ = func.__kwdefaults__
+    return result
+
+
+def wide(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The function as CUDA's autocast runs it: in float32."""
+    args, kwargs = tree_map(widened, (args, kwargs))
+    with torch.autocast("cpu", enabled=False):
+        return func(*args, **kwargs)
+
+
+def widened(x: Any) -> Any:
+    return x.float() if isinstance(x, Tensor) and x.dtype in HALF else x
+
+
+def drop(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """CUDA keeps a mask of one byte, CPU one of the input's precision."""
+    return aten.native_dropout(x, p, True)[0] if training and p > 0 else x
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """The kernels that take masks want them whole, with columns in multiples of 16."""
+    if torch.is_autocast_enabled("cpu"):
+        half = torch.get_autocast_dtype("cpu")
+        q, k, v = (x.to(half) for x in (q, k, v))
+        attn_mask = attn_mask.to(half) if attn_mask is not None and attn_mask.dtype != torch.bool else attn_mask
+    name = "efficient" if attn_mask is not None else DEVICE.attention_kernel(q, fused=True)
+    if enable_gqa or name == "plain":
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype)
+        columns = attn_mask.shape[-1]
+        attn_mask = F.pad(attn_mask, (0, -columns % 16))[..., :columns]
+        attn_mask = attn_mask.expand(*q.shape[:-1], k.shape[-2])
+    if name == "efficient":
+        return aten._scaled_dot_product_efficient_attention(
+            q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale
+        )[0]
+    if name == "cudnn":
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, dropout_p, is_causal, scale=scale)[0]
+    return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+
+
+REPLACED: dict[Any, Callable[..., Tensor]] = {F.scaled_dot_product_attention: attend, F.dropout: drop}
+# What autocast gives in float32 on CUDA, but not on CPU (of its list, what models use).
+WIDE_NAMES = (
+    *("layer_norm", "native_layer_norm", "rms_norm", "group_norm", "softmax", "log_softmax", "cross_entropy"),
+    *("exp", "log", "pow", "rsqrt", "reciprocal", "softplus", "norm", "cumsum", "logsumexp", "interpolate"),
+)
+WIDE = {getattr(owner, name) for owner in (F, torch, Tensor) for name in WIDE_NAMES if hasattr(owner, name)}
+
+
+def workspace(func: Any, args: tuple[Any, ...], result: Any) -> int:
+    """Bytes that an operator needs while it runs, where they matter: attention's backward sums dQ in float32, the
+    kernel that takes masks in tiles of 64 × 64 for as many queries of a head."""
+    if func in SUMMING_QUERIES:
+        do = args[0]
+        return 4 * do.numel()
+    if func is aten._scaled_dot_product_efficient_attention_backward.default and args[0].dtype in HALF:
+        *heads, queries, _ = args[0].shape
+        return 4 * math.prod(heads) * -(-queries // TILE) * TILE * TILE
+    return 0
+
+
+SUMMING_QUERIES = (
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+)

@@ -1,0 +1,90 @@
+"""Activations: each with its derivative and the modules that compute it. One is added here and nowhere else.
+
+The Triton kernel has some of them too (``kernel_steps.ACTIVATION_CODES``); what it doesn't have runs as it is here.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+aten = torch.ops.aten
+
+
+class Activation(NamedTuple):
+    """``y = forward(x)``, ``dx = backward(dy, x)``, and the qualified names of the classes of modules that are it."""
+
+    name: str
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+    modules: tuple[str, ...]
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def gelu_tanh_backward(dy: Tensor, x: Tensor) -> Tensor:
+    return aten.gelu_backward(dy, x, approximate="tanh")
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def quick_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    s = torch.sigmoid(1.702 * x)
+    return dy * s * (1 + 1.702 * x * (1 - s))
+
+
+def relu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    return aten.threshold_backward(dy, x, 0)
+
+
+ACTIVATIONS = {
+    activation.name: activation
+    for activation in (
+        Activation(
+            "gelu",
+            F.gelu,
+            aten.gelu_backward,
+            (
+                "torch.nn.modules.activation.GELU",
+                "timm.layers.activations.GELU",
+                "transformers.activations.GELUActivation",
+            ),
+        ),
+        Activation(
+            "gelu_tanh",
+            gelu_tanh,
+            gelu_tanh_backward,
+            ("timm.layers.activations.GELUTanh", "transformers.activations.GELUTanh"),
+        ),
+        Activation(
+            "quick_gelu",
+            quick_gelu,
+            quick_gelu_backward,
+            ("timm.layers.activations.QuickGELU", "transformers.activations.QuickGELUActivation"),
+        ),
+        Activation(
+            "silu",
+            F.silu,
+            aten.silu_backward,
+            ("torch.nn.modules.activation.SiLU", "transformers.activations.SiLUActivation"),
+        ),
+        Activation("relu", F.relu, relu_backward, ("torch.nn.modules.activation.ReLU",)),
+    )
+}
+
+
+def activation_of(module: nn.Module) -> str | None:
+    """The name of the activation that a module computes; None if it is none of these."""
+    cls = type(module)
+    qualified = f"{cls.__module__}.{cls.__qualname__}"
+    for name, activation in ACTIVATIONS.items():
+        if qualified in activation.modules:
+            tanh = name == "gelu" and getattr(module, "approximate", "none") == "tanh"
+            return "gelu_tanh" if tanh else name
+    return None

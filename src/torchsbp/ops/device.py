@@ -1,0 +1,130 @@
+"""What a device runs: which attention kernel, which steps, which precision. Every op asks the device of its tensors.
+
+Another one may stand in for all of them (``substituted``): that is how memory is predicted for a GPU without one.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+import torch
+import torch.nn.attention
+from torch import Tensor
+
+from . import rows as R
+from .kernel_steps import KernelSteps, take_rows
+from .layers import Grad, cast
+from .steps import Steps
+
+HALF = (torch.float16, torch.bfloat16)
+WIDEST = 8192  # channels: a kernel holds whole rows
+
+
+class Device:
+    """Any device: everything is written plainly in PyTorch."""
+
+    def attention_kernel(self, q: Tensor, fused: bool) -> str:
+        """Which kernel of ``sdpa.KERNELS`` runs for such queries: the one that ``F.scaled_dot_product_attention`` takes
+        when no mask is given, if the model is ``fused``."""
+        return "plain"
+
+    def steps(self, x: Tensor, columns: int) -> Steps:
+        """The steps of a backward pass over rows like x's, whose totals have so many columns together."""
+        return Steps(x, columns)
+
+    def weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """``dW = dyᵀ x`` (Eq. 3) for 2-D dy and x, in the precision of the weight."""
+        return (dy.t() @ x).to(weight.dtype)
+
+    def save_rows(self, x: Tensor, rows: R.Rows, dtype: torch.dtype | None = None) -> Tensor:
+        """The given rows of x, ``[R, C]``, to be saved for backward in ``dtype``."""
+        return cast(R.take(x, rows), dtype)
+
+    def inverse(self, rows: Tensor, size: int) -> Grad:
+        """The inverse of kept rows among ``size`` rows, made once for all ops; None where the steps don't read it."""
+        return None
+
+
+class CPU(Device):
+    def attention_kernel(self, q: Tensor, fused: bool) -> str:
+        return "cpu" if fused else "plain"
+
+
+class CUDA(Device):
+    """A GPU: PyTorch's attention kernels, our Triton kernels for the steps."""
+
+    has_triton = find_spec("triton") is not None
+    kernel_steps: type[KernelSteps] = KernelSteps
+
+    def attention_kernel(self, q: Tensor, fused: bool) -> str:
+        width = q.shape[-1]
+        if not fused:
+            return "plain"
+        if q.dtype in HALF and width % 8 == 0 and width <= 256:
+            return "cudnn" if width <= 128 and self.prefers_cudnn(q) else "flash"
+        return "efficient" if q.dtype == torch.float32 and width % 4 == 0 else "plain"
+
+    def prefers_cudnn(self, q: Tensor) -> bool:
+        return _prefers_cudnn(q.device.index or 0)
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether the kernels are there, and made for such rows."""
+        return self.has_triton and x.dtype != torch.float64 and x.shape[-1] <= WIDEST and x.numel() > 0
+
+    def steps(self, x: Tensor, columns: int) -> Steps:
+        return self.kernel_steps(x, columns) if self.fits(x) else Steps(x, columns)
+
+    def weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Half-precision products are given in float32 as they are summed, without a rounding in between."""
+        if dy.dtype in HALF and weight.dtype == torch.float32:
+            return torch.mm(dy.t(), x, out_dtype=torch.float32)
+        return super().weight_gradient(dy, x, weight)
+
+    def save_rows(self, x: Tensor, rows: R.Rows, dtype: torch.dtype | None = None) -> Tensor:
+        """Gathered here and now: left to itself, the compiler gathers the rows of several blocks in one kernel behind
+        the last of them, and holds all of x in all of these blocks until then."""
+        if rows is None or not (torch.compiler.is_compiling() and self.fits(x)):
+            return super().save_rows(x, rows, dtype)
+        return take_rows(R.flat(x).contiguous(), rows, dtype or x.dtype)
+
+    def inverse(self, rows: Tensor, size: int) -> Grad:
+        return R.inverse(rows, size)
+
+
+_PREFERS_CUDNN: dict[int, bool] = {}
+
+
+@torch.compiler.assume_constant_result
+def _prefers_cudnn(device: int) -> bool:
+    """Whether PyTorch prefers cuDNN's attention on this GPU (newer ones), asked once on a small query."""
+    if device not in _PREFERS_CUDNN:
+        q = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device=f"cuda:{device}")
+        choice = torch._fused_sdp_choice(q, q, q)
+        _PREFERS_CUDNN[device] = choice == torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value
+    return _PREFERS_CUDNN[device]
+
+
+DEVICES: dict[str, Device] = {"cpu": CPU(), "cuda": CUDA()}
+OTHER = Device()
+_substitute: Device | None = None
+
+
+def device_of(x: Tensor) -> Device:
+    """The device of a tensor, or what stands in for it."""
+    return DEVICES.get(x.device.type, OTHER) if _substitute is None else _substitute
+
+
+def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, need: bool) -> Grad:
+    """``dW = dyᵀ x`` where it is needed."""
+    return device_of(dy).weight_gradient(dy, x, weight) if need else None
+
+
+@contextmanager
+def substituted(device: Device) -> Iterator[None]:
+    """Inside, every op asks the given device, whatever its tensors are on; in all threads, as backward has its own."""
+    global _substitute
+    before, _substitute = _substitute, device
+    try:
+        yield
+    finally:
+        _substitute = before

@@ -1,0 +1,152 @@
+"""Queries, keys and values by head: their projections and norms, and the parameters of some heads alone."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import rows as R
+from .layers import Grad, LastLayer, Norm, linear, norm, norm_again, norm_backward
+from .named import Needs
+from .rules import RULES, Rule
+from .sdpa import attend_backward
+
+
+class AttentionParams(NamedTuple):
+    """The parameters of an attention branch; ``qkv`` stacks the projections to queries, keys and values."""
+
+    norm_weight: Grad
+    norm_bias: Grad
+    qkv_weight: Tensor
+    qkv_bias: Grad
+    q_norm_weight: Grad
+    q_norm_bias: Grad
+    k_norm_weight: Grad
+    k_norm_bias: Grad
+    proj_weight: Tensor
+    proj_bias: Grad
+    scale: Grad = None
+
+
+class AttentionSpec(NamedTuple):
+    """What is static about the branch. ``qk_norm`` is None where queries and keys are not normalised."""
+
+    heads: int
+    softmax_scale: float
+    norm: Norm = Norm()
+    qk_norm: Norm | None = None
+    fused: bool = True
+    rule: Rule = RULES["query"]
+    dtype: torch.dtype | None = None
+
+
+class QKV(NamedTuple):
+    """Queries, keys, values ``[B, H, rows, D]``, before any norm of queries and keys."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class QKNormGradients(NamedTuple):
+    """Of the norms of queries and keys."""
+
+    q_weight: Grad = None
+    q_bias: Grad = None
+    k_weight: Grad = None
+    k_bias: Grad = None
+
+
+def last_layer(p: Any) -> LastLayer:
+    """The branch's output projection; p are AttentionParams, or which of them are needed."""
+    return LastLayer(p.proj_weight, p.proj_bias, p.scale)
+
+
+def project(n: Tensor, weight: Tensor, bias: Grad, heads: int, parts: int = 3) -> tuple[Tensor, ...]:
+    """Projections of normalised rows ``n [B, rows, C]`` to queries, keys, values: as many as the weight has."""
+    y = linear(n, weight, bias, n.dtype)
+    return y.view(*n.shape[:2], parts, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def project_kept(n_q: Tensor, n: Tensor, weight: Tensor, bias: Grad, heads: int) -> QKV:
+    """Queries of the rows ``n_q [B, k, C]``, keys and values of the rows ``n [B, N, C]``."""
+    width = weight.shape[0] // 3
+    bias_q, bias_kv = (None, None) if bias is None else (bias[:width], bias[width:])
+    (q,) = project(n_q, weight[:width], bias_q, heads, 1)
+    return QKV(q, *project(n, weight[width:], bias_kv, heads, 2))
+
+
+def normalised(qkv: QKV, p: AttentionParams, spec: AttentionSpec) -> QKV:
+    """Q, K, V as the attention kernel takes them."""
+    if spec.qk_norm is None:
+        return qkv
+    q = norm(qkv.q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm, spec.dtype)
+    k = norm(qkv.k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm, spec.dtype)
+    return QKV(q, k, qkv.v)
+
+
+def attend_normalised_backward(
+    do: Tensor, qkv: QKV, o: Tensor, lse: Tensor, p: AttentionParams, spec: AttentionSpec, needs: Needs
+) -> tuple[QKV, QKNormGradients]:
+    """Gradients of Q, K, V before their norms, and of these norms' parameters."""
+    if spec.qk_norm is None:
+        return QKV(*attend_backward(do, *qkv, o, lse, spec.softmax_scale, spec.fused)), QKNormGradients()
+    q = norm_again(qkv.q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm, spec.dtype)
+    k = norm_again(qkv.k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm, spec.dtype)
+    dq, dk, dv = attend_backward(do, q.y, k.y, qkv.v, o, lse, spec.softmax_scale, spec.fused)
+    dq, dqw, dqb = norm_backward(
+        dq, q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm, needs.q_norm_weight, needs.q_norm_bias
+    )
+    dk, dkw, dkb = norm_backward(
+        dk, k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm, needs.k_norm_weight, needs.k_norm_bias
+    )
+    return QKV(dq, dk, dv), QKNormGradients(dqw, dqb, dkw, dkb)
+
+
+def to_rows(x: Tensor) -> Tensor:
+    """``[B, H, N, D] -> [B, N, H * D]``."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def to_heads(x: Tensor, samples: int, heads: int) -> Tensor:
+    """``[B * N, H * D] -> [B, H, N, D]``."""
+    return x.view(samples, -1, heads, x.shape[-1] // heads).transpose(1, 2)
+
+
+def take_head_rows(x: Tensor, rows: R.Rows) -> Tensor:
+    """The given rows of ``[B, H, N, D]``."""
+    return x if rows is None else to_heads(R.take(to_rows(x), rows), x.shape[0], x.shape[1])
+
+
+def select_heads(p: AttentionParams, spec: AttentionSpec, heads: Tensor) -> tuple[AttentionParams, AttentionSpec]:
+    """The parameters of the given heads alone."""
+    weight = p.qkv_weight.view(3, spec.heads, -1, p.qkv_weight.shape[1])
+    proj = p.proj_weight.view(p.proj_weight.shape[0], spec.heads, -1)
+    bias = p.qkv_bias
+    return (
+        p._replace(
+            qkv_weight=weight.index_select(1, heads).flatten(0, 2),
+            qkv_bias=None if bias is None else bias.view(3, spec.heads, -1).index_select(1, heads).flatten(),
+            proj_weight=proj.index_select(1, heads).flatten(1),
+        ),
+        spec._replace(heads=heads.shape[0]),
+    )
+
+
+def scatter_heads(grads: AttentionParams, p: AttentionParams, spec: AttentionSpec, heads: Tensor) -> AttentionParams:
+    """Gradients of all heads' parameters: zero outside the given heads."""
+
+    def spread(grad: Grad, param: Grad, shape: tuple[int, ...], dim: int) -> Any:
+        if grad is None or param is None:
+            return None
+        full = torch.zeros_like(param).view(shape)
+        kept = grad.view(*shape[:dim], heads.shape[0], *shape[dim + 1 :])
+        return full.index_copy(dim, heads, kept).view(param.shape)
+
+    width, channels = p.proj_weight.shape[1] // spec.heads, p.qkv_weight.shape[1]
+    shape = (3, spec.heads, width)
+    return grads._replace(
+        qkv_weight=spread(grads.qkv_weight, p.qkv_weight, (*shape, channels), 1),
+        qkv_bias=spread(grads.qkv_bias, p.qkv_bias, shape, 1),
+        proj_weight=spread(grads.proj_weight, p.proj_weight, (p.proj_weight.shape[0], spec.heads, width), 1),
+    )

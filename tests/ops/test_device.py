@@ -1,0 +1,145 @@
+"""What each device runs, and that every op asks the one that stands in for it."""
+
+import pytest
+import torch
+
+from torchsbp.ops import device as D
+from torchsbp.ops import rows as R
+from torchsbp.ops.attention import attention_branch
+from torchsbp.ops.block import transformer_block
+from torchsbp.ops.device import CPU, CUDA, DEVICES, Device, device_of, substituted
+from torchsbp.ops.downsample import DownsampleSpec, downsample
+from torchsbp.ops.heads import AttentionSpec
+from torchsbp.ops.kernel_steps import KernelSteps
+from torchsbp.ops.layers import BackwardOptions
+from torchsbp.ops.mlp import MLPSpec, mlp_branch
+from torchsbp.ops.sdpa import KERNELS
+from torchsbp.ops.steps import Steps
+
+from .helpers import attention_params, downsample_params, gradients, kept_rows, mlp_params
+
+
+class Hopper(CUDA):
+    def prefers_cudnn(self, q):
+        return True
+
+
+class Ampere(CUDA):
+    def prefers_cudnn(self, q):
+        return False
+
+
+@pytest.mark.parametrize(
+    "device, dtype, width, fused, kernel",
+    [
+        (Device(), torch.float32, 64, True, "plain"),
+        (CPU(), torch.float32, 64, True, "cpu"),
+        (CPU(), torch.float64, 7, True, "cpu"),
+        (CPU(), torch.float32, 64, False, "plain"),
+        (Hopper(), torch.bfloat16, 64, False, "plain"),
+        (Hopper(), torch.bfloat16, 128, True, "cudnn"),
+        (Hopper(), torch.float16, 136, True, "flash"),
+        (Hopper(), torch.float16, 264, True, "plain"),
+        (Hopper(), torch.bfloat16, 20, True, "plain"),
+        (Ampere(), torch.bfloat16, 64, True, "flash"),
+        (Ampere(), torch.float32, 20, True, "efficient"),
+        (Ampere(), torch.float32, 18, True, "plain"),
+        (Ampere(), torch.float64, 64, True, "plain"),
+    ],
+)
+def test_attention_kernels(device, dtype, width, fused, kernel):
+    assert device.attention_kernel(torch.empty(1, 1, 2, width, dtype=dtype), fused) == kernel
+    assert kernel in KERNELS
+
+
+def test_kernels_are_taken_for_rows_that_they_are_made_for():
+    device = CUDA()
+    device.has_triton = True
+    found = {
+        (dtype, width, count): type(device.steps(torch.empty(count, width, dtype=dtype), 1))
+        for dtype in (torch.float32, torch.float64)
+        for width in (D.WIDEST, D.WIDEST + 1)
+        for count in (0, 1)
+    }
+    assert [key for key, kind in found.items() if kind is KernelSteps] == [(torch.float32, D.WIDEST, 1)]
+    device.has_triton = False
+    assert type(device.steps(torch.empty(1, 8), 1)) is Steps
+
+
+def test_the_inverse_is_made_where_it_is_read():
+    rows = torch.tensor([1, 4])
+    assert CPU().inverse(rows, 5) is None
+    assert CUDA().inverse(rows, 5).tolist() == [-1, 0, -1, -1, 1]
+
+
+def test_the_device_is_that_of_the_tensor_unless_another_stands_in():
+    x, other = torch.empty(1), Device()
+    assert device_of(x) is DEVICES["cpu"]
+    assert type(device_of(x.to("meta"))) is Device
+    with substituted(other):
+        assert device_of(x) is other
+        with substituted(CPU()):
+            assert device_of(x) is not other
+        assert device_of(x) is other
+    assert device_of(x) is DEVICES["cpu"]
+    with pytest.raises(KeyError), substituted(other):
+        raise KeyError
+    assert device_of(x) is DEVICES["cpu"]
+
+
+class Recorded(CPU):
+    """Says what it was asked."""
+
+    def __init__(self):
+        self.asked = set()
+
+    def __getattribute__(self, name):
+        if name in ("attention_kernel", "steps", "weight_gradient", "save_rows"):
+            self.asked.add(name)
+        return super().__getattribute__(name)
+
+
+B, N, C, HEADS = 2, 8, 12, 3
+SPEC = AttentionSpec(HEADS, 0.5)
+OPS = {
+    "mlp": (mlp_params, lambda x, rows, p: mlp_branch(x, rows, p), {"steps", "weight_gradient", "save_rows"}),
+    "attention": (
+        lambda c, hidden: attention_params(c, HEADS),
+        lambda x, rows, p: attention_branch(x, rows, p, SPEC),
+        {"attention_kernel", "steps", "weight_gradient", "save_rows"},
+    ),
+    "downsample": (
+        lambda c, hidden: downsample_params(c, hidden, 2),
+        lambda x, rows, p: downsample(x.mT.unflatten(2, (4, 2)), None, p, DownsampleSpec((2, 2))),
+        {"steps", "weight_gradient"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_ops_ask_their_device(name):
+    build, run, expected = OPS[name]
+    torch.manual_seed(0)
+    x, p, device = torch.randn(B, N, C, dtype=torch.float64, requires_grad=True), build(C, 2 * C), Recorded()
+    with substituted(device):
+        y = run(x, kept_rows(B, N, 0.5), p)
+        gradients(y, torch.ones_like(y), (x, *p))
+    assert device.asked == expected
+
+
+def test_the_block_asks_its_device():
+    x, device = torch.randn(B, N, C, dtype=torch.float64, requires_grad=True), Recorded()
+    p1, p2 = attention_params(C, HEADS), mlp_params(C, 2 * C)
+    with substituted(device):
+        y = transformer_block(
+            x, kept_rows(B, N, 0.5), p1, SPEC, p2, MLPSpec(), options=BackwardOptions(recompute=False)
+        )
+        gradients(y, torch.ones_like(y), (x, *p1, *p2))
+    assert device.asked == {"attention_kernel", "steps", "weight_gradient", "save_rows"}
+
+
+def test_saved_rows_are_those_of_the_plain_gather():
+    x, rows = torch.randn(2, 3, 4), torch.tensor([0, 5])
+    for device in (Device(), CPU(), CUDA()):
+        assert torch.equal(device.save_rows(x, rows), R.take(x, rows))
+        assert device.save_rows(x, None, torch.bfloat16).dtype == torch.bfloat16
