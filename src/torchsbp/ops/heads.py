@@ -140,7 +140,7 @@ def scatter_heads(grads: AttentionParams, p: AttentionParams, spec: AttentionSpe
         if grad is None or param is None:
             return None
         full = torch.zeros_like(param).view(shape)
-        kept = grad.view(*shape[:dim], heads.shape[0], *shape[dim + 1 :])
+        kept = grad.to(param.dtype).view(*shape[:dim], heads.shape[0], *shape[dim + 1 :])
         return full.index_copy(dim, heads, kept).view(param.shape)
 
     width, channels = p.proj_weight.shape[1] // spec.heads, p.qkv_weight.shape[1]
