@@ -32,9 +32,9 @@ from torch import nn
 import children
 import torchsbp
 from covered import RESULTS, ROOT, Row, append, markdown, matches, read, write_page
-from torchsbp.memory.names import SIZE_OPTIONS, find_model, maker
-from torchsbp.models import examine
-from torchsbp.patch import find_backbones
+from torchsbp.cli.named import SIZE_OPTIONS, find_model, maker
+from torchsbp.cli.models import examine
+from torchsbp.adapters import find_backbones
 
 FORKED = get_context("forkserver")  # libraries are imported once
 VIDEO = torchvision.models.list_models(module=torchvision.models.video)
@@ -126,8 +126,8 @@ def small(library: str, name: str, model: nn.Module) -> tuple[dict[str, Any], tu
 
 def shortened(model: nn.Module) -> nn.Module:
     """With the first blocks of every chain alone."""
-    for _, module, adapter in find_backbones(model):
-        for stage in adapter.stages_of(module):
+    for _, module, _, layout in find_backbones(model):
+        for stage in layout.stages_of(module):
             for block in stage.blocks[BLOCKS:]:
                 path, _, key = block.rpartition(".")
                 chain = module.get_submodule(path)
@@ -164,7 +164,7 @@ def git(*args: str) -> str:
 def run(todo: Sequence[str], args: argparse.Namespace) -> None:
     """The rows of these models, appended to the file as they come."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    FORKED.set_forkserver_preload(["timm", "torchvision", "children", "torchsbp.models"])
+    FORKED.set_forkserver_preload(["timm", "torchvision", "children", "torchsbp.cli.models"])
     now = environment()
     if read(args.out)[0][-1:] != [now]:
         append(args.out, now)

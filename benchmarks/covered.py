@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from torchsbp.checking import ROUNDING
+from torchsbp.patching.check import ROUNDING
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "catalogue.jsonl"

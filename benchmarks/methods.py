@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import torchsbp
-from torchsbp import samplers
-from torchsbp.memory.estimating import checkpoint_blocks
+from torchsbp.memory.estimate import checkpoint_blocks
+from torchsbp.ops import wrap
+from torchsbp.sampling import samplers
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def sbp_and_checkpoint(**options: Any) -> Method:
 
     def prepare(model: nn.Module) -> None:
         torchsbp.apply(model, recompute=False, **options)
-        checkpoint_blocks(model, lambda block: block.sbp.site is None)  # type: ignore[union-attr]
+        checkpoint_blocks(model, lambda block: block.sbp.sampling.site is None)  # type: ignore[union-attr]
 
     return Method(prepare)
 
@@ -52,7 +53,7 @@ def algorithm_1(ratio: float) -> Callable[[nn.Module], None]:
         grid = tuple(model.patch_embed.grid_size)  # type: ignore[union-attr, arg-type]
         step = torch.zeros((), dtype=torch.int64, device=next(model.parameters()).device)
         order = samplers.SAMPLERS["grid"](grid, (ratio,), samplers.draw_key(0, step, 0, 1))
-        kept = samplers.keep(order, samplers.count("grid", grid, ratio))[0] + 1
+        kept = samplers.first(order, samplers.count("grid", grid, ratio))[0] + 1
         keep = torch.cat([torch.zeros_like(kept[:1]), kept])
         for block in list(model.blocks)[len(model.blocks) // 3 :]:  # type: ignore[arg-type]
             block.forward = lambda x, block=block: algorithm_1_block(block, x, keep)
@@ -70,11 +71,11 @@ def algorithm_1_block(block: nn.Module, x: Tensor, keep: Tensor) -> Tensor:
         o = nn.functional.scaled_dot_product_attention(q.index_select(2, rows), k, v)
         return attn.proj(o.transpose(1, 2).flatten(2))
 
-    drop = torchsbp.ops.wrap.complement(keep, x.shape[1])
+    drop = wrap.complement(keep, x.shape[1])
     kept = attend(keep)
     with torch.no_grad():
         dropped = attend(drop)
-    x = x + torchsbp.ops.wrap.merge(kept, keep, dropped, drop, 1)
+    x = x + wrap.merge(kept, keep, dropped, drop, 1)
     return x + torchsbp.sbp(lambda rows: block.mlp(block.norm2(rows)), x, keep)  # type: ignore[operator]
 
 

@@ -33,10 +33,10 @@ class Model:
 MODELS = {
     "vit_base": Model("vit_base_patch16_224", 256, modes=("eager", "compiled")),
     "vit_tiny": Model("vit_tiny_patch16_224", 256, methods=VIT, modes=("compiled", "graphs")),
-    "convnext_tiny": Model("convnext_tiny", 128, channels_last=True, methods=CONVNEXT, modes=("compiled",)),
+    "convnext_tiny": Model("convnext_tiny", 128, channels_last=True, methods=CONVNEXT, modes=("eager", "compiled")),
     "convnext_base": Model("convnext_base", 64, channels_last=True, methods=CONVNEXT, modes=("compiled", "graphs")),
     "dinov3_base": Model("vit_base_patch16_dinov3", 256, methods=VIT, modes=("compiled",)),
-    "swin_tiny": Model("swin_tiny_patch4_window7_224", 128, methods=CONVNEXT, modes=("compiled",)),
+    "swin_tiny": Model("swin_tiny_patch4_window7_224", 128, methods=CONVNEXT, modes=("eager", "compiled")),
     "test_vit": Model("test_vit", 2, 64),
     "test_convnext": Model("test_convnext", 2, 64, channels_last=True),
 }

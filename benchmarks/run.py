@@ -3,6 +3,7 @@
     python benchmarks/run.py --models vit_tiny --methods full "sbp query r=0.25" --batch 8 --device cpu
     python benchmarks/run.py --jobs 16 --out benchmarks/results/h200.json        # on a GPU, bf16: the README's tables
     python benchmarks/run.py --show benchmarks/results/h200.json
+    python benchmarks/run.py --show after.json --against before.json             # two commits, case by case
 
 One row per model, mode and method: step time (median), forward and backward apart, images/s, peak memory, ratios to
 full backprop in the same mode, and the ideal speed-up: multiply-adds of full backprop over those of the method.
@@ -17,10 +18,10 @@ from pathlib import Path
 import children
 import commandline
 from case import MODES, Row, measured
-from models import CONVNEXT, VIT
 
 TEXTS = ("profile", "snapshot")
 SHARES = ("measured/ideal", "vs checkpoint")
+COMPARED = ("step ms", "peak MiB")
 
 
 def add_ratios(rows: list[Row]) -> None:
@@ -69,14 +70,35 @@ def markdown(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def headline(rows: list[Row]) -> list[Row]:
-    """The README's rows: what is measured for every model, each in the mode that is the fastest for plain training."""
-    return [
-        row
-        for row in rows
-        if row["method"] in (VIT if "vit" in row["model"] else CONVNEXT)
-        and row["mode"] == commandline.fastest_mode(rows, row["model"])
-    ]
+FRONT = (
+    ("ViT-B", "vit_base", "exact, lean (r=1)", "keep_ratio=1"),
+    ("ViT-B", "vit_base", "sbp query r=0.25", "keep_ratio=0.25"),
+    ("ConvNeXt-T", "convnext_tiny", "sbp query r=0.5", "keep_ratio=0.5"),
+    ("Swin-T", "swin_tiny", "sbp query r=0.5", "keep_ratio=0.5"),
+)
+
+
+def front(rows: list[Row]) -> str:
+    """The README's table: memory and speed against plain training in the same mode."""
+    found = {(row["model"], row["mode"], row["method"]): row for row in rows}
+    lines = ["| model, batch | option | eager: memory, speed | compiled: memory, speed |", "|---|---|---|---|"]
+    for title, model, method, option in FRONT:
+        cells = [found[model, mode, method] for mode in ("eager", "compiled")]
+        shown = [f"{row['memory']:.2f}×, {row['speed']:.2f}×" for row in cells]
+        lines.append(f"| {title}, {cells[0]['batch']} | `{option}` | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def compare(rows: list[Row], before: list[Row]) -> str:
+    """Step time and peak memory over those of another commit, case by case."""
+    known = {(row["model"], row["mode"], row["method"]): row for row in before if "step ms" in row}
+    lines = []
+    for row in rows:
+        other = known.get((row["model"], row["mode"], row["method"]))
+        if other and "step ms" in row:
+            ratios = [f"{key} {other[key]:9.2f} → {row[key]:9.2f} ({row[key] / other[key]:.3f}×)" for key in COMPARED]
+            lines.append(f"{row['model']:<14} {row['mode']:<9} {row['method']:<28}" + "  ".join(ratios))
+    return "\n".join(lines)
 
 
 def file_name(row: Row) -> str:
@@ -102,11 +124,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--profile", action="store_true", help="where the time of a step goes, one text per case")
     parser.add_argument("--snapshot", action="store_true", help="what is alive at the peak of memory (CUDA)")
     parser.add_argument("--show", type=Path, help="print the tables of a JSON file and stop")
+    parser.add_argument("--against", type=Path, help="with --show: compare with the JSON file of another commit")
     args = parser.parse_args(argv)
 
     if args.show:
         rows = commandline.read(args.show)
-        print(f"The fastest mode of each model\n\n{markdown(headline(rows))}")
+        if args.against:
+            print(compare(rows, commandline.read(args.against)))
+            return
         for mode in MODES:
             print(f"\n{mode}\n\n{markdown([row for row in rows if row['mode'] == mode])}")
         return

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from torchsbp.integrations.lightning import SBPCallback
-from torchsbp.schedules import ramp
+from torchsbp.sampling.schedules import ramp
 
 
 class Classifier(L.LightningModule):
