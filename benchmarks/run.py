@@ -96,7 +96,8 @@ def compare(rows: list[Row], before: list[Row]) -> str:
     for row in rows:
         other = known.get((row["model"], row["mode"], row["method"]))
         if other and "step ms" in row:
-            ratios = [f"{key} {other[key]:9.2f} → {row[key]:9.2f} ({row[key] / other[key]:.3f}×)" for key in COMPARED]
+            keys = [key for key in COMPARED if key in row and key in other]
+            ratios = [f"{key} {other[key]:9.2f} → {row[key]:9.2f} ({row[key] / other[key]:.3f}×)" for key in keys]
             lines.append(f"{row['model']:<14} {row['mode']:<9} {row['method']:<28}" + "  ".join(ratios))
     return "\n".join(lines)
 
