@@ -9,11 +9,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from torchsbp import kept
-from torchsbp.train.cli import parse, train
+from torchsbp.cli.recipe import parse
 from torchsbp.train.distributed import Processes, processes
 from torchsbp.train.loop import Trainer
 
-from .runs import final, lines, recipe, spawn
+from .runs import final, lines, recipe, spawn, train
 
 SHORT = ["--epochs=1", "--schedule.warmup_epochs=0"]
 EXACT = {"task": {"augment": {"mixup": 0.0, "cutmix": 0.0, "erase": 0.0}, "model": {"drop_path": 0.0}}}
@@ -98,7 +98,7 @@ def test_torchrun(tmp_path):
 
 
 def test_evaluation_counts_every_sample_once(tmp_path):
-    from torchsbp.train.data import EvalOrder
+    from torchsbp.train.data.order import EvalOrder
 
     for world in (1, 2, 3, 8):
         orders = [EvalOrder(13, 4, rank, world) for rank in range(world)]

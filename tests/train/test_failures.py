@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchsbp.train import checkpoint
-from torchsbp.train.cli import evaluate
 from torchsbp.train.loop import Trainer
+from torchsbp.train.runs import checkpoint
 
-from .runs import final, lines, recipe, run, spawn
+from .runs import evaluate, final, lines, recipe, run, spawn
 from .test_recipes import picture_folder
 
 FOLDER = {
@@ -45,7 +44,11 @@ def on(folder: Path, *arguments: str, **changes) -> int:
 def test_a_nan_loss_stops_before_anything_is_saved(copy, capsys, monkeypatch):
     before = sorted((copy / "run" / "checkpoints").iterdir())
     update = Trainer.update
-    monkeypatch.setattr(Trainer, "update", lambda self, batches: update(self, batches) * float("nan"))
+
+    def poisoned(self, batches):
+        return {name: loss * float("nan") for name, loss in update(self, batches).items()}
+
+    monkeypatch.setattr(Trainer, "update", poisoned)
     assert on(copy) == 1
     error = capsys.readouterr().err
     assert "the loss is nan at step 12" in error  # the next checkpoint or line of metrics
@@ -78,7 +81,7 @@ def test_a_real_write_that_fails_is_told_apart(tmp_path):
     import subprocess
 
     code = (
-        "import resource, torch; from pathlib import Path; from torchsbp.train.checkpoint import Folder\n"
+        "import resource, torch; from pathlib import Path; from torchsbp.train.runs.checkpoint import Folder\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         f"Folder(Path({str(tmp_path)!r}), 2).save({{'x': torch.zeros(10000)}}, 1, False)"
     )

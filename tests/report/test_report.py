@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from torchsbp.report import main, markdown, read, repetitions, rows, thinned, ticks
+from torchsbp.cli.main import main
+from torchsbp.report import markdown, read, repetitions, rows
+from torchsbp.report.charts import thinned, ticks
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -64,7 +66,7 @@ def test_repetitions_differ_by_seed_only(runs):
 
 def test_the_page_needs_nothing_outside_it(runs, tmp_path, capsys):
     page = tmp_path / "new" / "report.html"
-    assert main([*map(str, runs), "--html", str(page)]) == 0
+    assert main(["report", *map(str, runs), "--html", str(page)]) == 0
     text = page.read_text()
     assert "| full_0 " in capsys.readouterr().out
     assert not re.search(r"(src|href)=\"(?!data:)|url\(|@import|https?://", text)
@@ -79,7 +81,7 @@ def test_the_page_needs_nothing_outside_it(runs, tmp_path, capsys):
 def test_the_page_in_a_browser(runs, tmp_path, scheme):
     """No message on the console; every plot is laid out, with a size."""
     page = tmp_path / "report.html"
-    main([*map(str, runs), "--html", str(page)])
+    main(["report", *map(str, runs), "--html", str(page)])
     probe = (
         "<script>document.title = [...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect())"
         ".filter(r => r.width > 300 && r.height > 50).length + ' plots, '"
@@ -101,10 +103,10 @@ def test_the_page_in_a_browser(runs, tmp_path, scheme):
 
 
 def test_what_is_no_run_is_refused(tmp_path, capsys):
-    assert main([str(tmp_path)]) == 1
+    assert main(["report", str(tmp_path)]) == 1
     assert "is no run" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text("x\n")
-    assert main([str(tmp_path)]) == 1
+    assert main(["report", str(tmp_path)]) == 1
     assert "has no metrics" in capsys.readouterr().err
 
 

@@ -6,14 +6,15 @@ import pytest
 import timm
 
 import torchsbp
-from torchsbp import adapters, cli
-from torchsbp.models import describe, examine
+from torchsbp import adapters
+from torchsbp.cli.main import main
+from torchsbp.cli.models import describe, examine
 
-from .families import entry_of, tiny_vit
+from ..families import entry_of, tiny_vit
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:
-    status = cli.main(["models", *argv])
+    status = main(["models", *argv])
     return status, *capsys.readouterr()
 
 

@@ -1,26 +1,28 @@
-"""The command ``torchsbp models``: which families are supported, and what ``apply`` would do with a named model."""
+"""``torchsbp models [MODEL]``: which families are supported, and what ``apply`` would do with a named model."""
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
 from torch import nn
 
-from .adapters import ADAPTERS
-from .adapters.base import Adapter
-from .adapters.parts import Parts, qualified
-from .adapters.residual import bare_name
-from .config import SBPConfig
-from .memory.names import find_model
-from .ops.rules import RULES
-from .patch import block_classes, find_backbones, survey
+from ..adapters import ADAPTERS
+from ..adapters.base import Adapter
+from ..adapters.parts import Parts, qualified
+from ..adapters.residual import bare_name
+from ..config import SBPConfig
+from ..ops.attention import RULES
+from ..patch import block_classes, find_backbones, survey
+from .named import find_model
+
+PURPOSE = "which models are supported, and which blocks of a model"
 
 
-def main(argv: Sequence[str]) -> int:
+def run(argv: list[str]) -> int:
     """Which models are supported; of a named one, which blocks are sampled, or why it is refused (exit status 1)."""
-    parser = argparse.ArgumentParser("torchsbp models", description=main.__doc__)
+    parser = argparse.ArgumentParser("torchsbp models", description=run.__doc__)
     parser.add_argument("model", metavar="MODEL", nargs="?", help="a timm or torchvision name; timm/… or torchvision/…")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     args = parser.parse_args(argv)
