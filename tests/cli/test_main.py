@@ -1,6 +1,8 @@
 """The command line: commands are found, mistakes are told in one line, our own keep their traceback."""
 
 import argparse
+import subprocess
+import sys
 from dataclasses import fields
 
 import pytest
@@ -20,10 +22,17 @@ def test_help_lists_the_commands(capsys):
     assert all(f"  {name} " in out and command.PURPOSE in out for name, command in main.commands().items())
 
 
+def test_help_needs_torch_alone():
+    missing = ("timm", "torchvision", "transformers", "jsonargparse", "yaml", "matplotlib", "tqdm")
+    code = f"import sys; sys.modules |= dict.fromkeys({missing}); from torchsbp.cli.main import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "  train     train from a recipe" in done.stdout
+
+
 def test_a_command_is_a_file(capsys, tmp_path, monkeypatch):
     (tmp_path / "greet.py").write_text('PURPOSE = "say hello"\ndef run(argv):\n    print("hello", *argv)\n')
     monkeypatch.setattr("torchsbp.cli.__path__", [*torchsbp.cli.__path__, str(tmp_path)])
-    monkeypatch.setattr(main, "folder", torchsbp.cli.__path__)
     assert run(capsys, "greet", "you") == (0, "hello you\n", "")
     assert "  greet     say hello" in run(capsys)[1]
 

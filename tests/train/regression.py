@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from torchsbp.train.data.samples import Samples
 from torchsbp.train.distributed import all_sum
-from torchsbp.train.task import Evaluator, Metric, Task, TaskOptions
+from torchsbp.train.record import Metric
+from torchsbp.train.task import Evaluator, Task, TaskOptions
 
 
 @dataclass
@@ -15,7 +16,6 @@ class RegressionOptions(TaskOptions):
     """The sum of two coordinates."""
 
     width: int = 8
-    """of the hidden layer"""
 
 
 class Points(list):

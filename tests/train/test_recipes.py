@@ -99,9 +99,14 @@ def test_digits_learns_with_sbp(tmp_path):
     assert lines(tmp_path / "run")[-2]["top1"] > 60
 
 
+SEEDS = ([], ["--sbp.seed=5"])  # the run's, and one of its own
+
+
 def test_the_options_of_sbp_are_those_of_its_config():
     own = {field.name for field in fields(SBP)} - {"preset", "schedule"}
     assert own == {field.name for field in fields(torchsbp.SBPConfig)}
+    seeds = [parse("train", ["digits", "--sbp.preset=default", *given]).sbp.build(7, 1).seed for given in SEEDS]
+    assert seeds == [7, 5]
 
 
 def test_a_keep_ratio_schedule_counts_epochs(tmp_path):

@@ -11,9 +11,8 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Protocol, cast
 
+from .. import cli
 from ..errors import DataError, RunError, SignalError, UsageError
-from . import __name__ as package
-from . import __path__ as folder
 
 IMPOSSIBLE, MISUSED = 1, 2
 INTERRUPTED = 75  # EX_TEMPFAIL: try again
@@ -30,7 +29,7 @@ class Command(Protocol):
 
 def commands() -> dict[str, Command]:
     """Every command, by name."""
-    modules = {file.name: import_module(f"{package}.{file.name}") for file in iter_modules(folder)}
+    modules = {file.name: import_module(f"{cli.__name__}.{file.name}") for file in iter_modules(cli.__path__)}
     found = {getattr(its, "NAME", name): its for name, its in modules.items() if hasattr(its, "PURPOSE")}
     return cast(dict[str, Command], found)
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from html import escape
 from statistics import mean
 
-from .runs import Metric, Point, Run, metrics_of, repetitions, units_of
+from ..train.record import Metric
+from .runs import Point, Run, metrics_of, repetitions, units_of
 from .tables import rate_in
 
 COLOURS = 8  # series colours in the style sheet

@@ -3,38 +3,17 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from ..errors import RunError
+from ..train.record import FILE, SECTIONS, Metric
 
 Point = tuple[float, float]
-FILE, SECTIONS = "metrics.jsonl", "report"
 COMMON = ("epoch", "loss", "lr", "memory_mib", "seconds")
 """what every task's lines of training have, besides its throughput"""
-
-
-@dataclass(frozen=True)
-class Metric:
-    """As a run recorded it; ``torchsbp.train.task.Metric`` says what the fields mean."""
-
-    name: str
-    title: str = ""
-    unit: str = ""
-    format: str = ".2f"
-    higher: bool = True
-    column: bool = True
-    chart: str = ""
-
-    @classmethod
-    def of(cls, recorded: dict[str, Any]) -> "Metric":
-        return cls(**{its.name: recorded[its.name] for its in fields(cls) if its.name in recorded})
-
-    @property
-    def heading(self) -> str:
-        return ", ".join(filter(None, (self.title or self.name, self.unit)))
 
 
 UNDESCRIBED = {

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from statistics import mean, stdev
 from typing import NamedTuple
 
-from .runs import Metric, Run, metrics_of, repetitions, units_of
+from ..train.record import Metric
+from .runs import Run, metrics_of, repetitions, units_of
 
 
 class Column(NamedTuple):

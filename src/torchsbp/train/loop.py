@@ -25,8 +25,9 @@ from .data.loader import loader
 from .data.seeds import mixed, seed_everything
 from .distributed import Processes, any_of, barrier, environment, gather, synchronised
 from .learner import Learner
+from .record import FILE
 from .runs import checkpoint
-from .runs.metrics import FILE, Clock, Losses, Metrics, write_sections
+from .runs.metrics import Clock, Losses, Metrics, write_sections
 from .runs.state import Progress, random_state, set_random_state
 from .runs.weights import export
 from .signals import Signals

@@ -1,7 +1,7 @@
 """What a task brings: options, model, data and their order, losses, metrics. Everything else is the loop's."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -14,6 +14,7 @@ from torchsbp import SBPConfig
 
 from .data.order import EvalOrder, TrainOrder
 from .data.samples import Samples
+from .record import Metric
 
 if TYPE_CHECKING:
     from .config import Optimizer
@@ -25,27 +26,6 @@ class TaskOptions:
 
     name: str = ""
     """which task: a registered name, or package.module:Class"""
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A number that evaluation gives, and how it is shown."""
-
-    name: str
-    """its key in metrics.jsonl"""
-    title: str = ""
-    unit: str = ""
-    format: str = ".2f"
-    higher: bool = True
-    """more is better"""
-    column: bool = True
-    """in the report's table, its last and its best value"""
-    chart: str = ""
-    """the title of its curve in the report; none without one"""
-
-    @property
-    def sign(self) -> int:
-        return 1 if self.higher else -1
 
 
 class Evaluator:
@@ -140,5 +120,5 @@ class Task:
             "name": self.options.name,
             "unit": self.unit,
             "best_by": self.best_by,
-            "metrics": [asdict(metric) for metric in self.metrics],
+            "metrics": [metric.recorded() for metric in self.metrics],
         }

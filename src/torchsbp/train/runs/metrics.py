@@ -11,11 +11,8 @@ import torch
 from torch import Tensor
 
 from ..distributed import Processes, all_sum
+from ..record import FILE, SECTIONS
 from .checkpoint import replace_file
-
-FILE = "metrics.jsonl"
-SECTIONS = "report"
-"""the folder of a run with further parts of its report, a file for each: TITLE.html or TITLE.png"""
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

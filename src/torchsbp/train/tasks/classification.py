@@ -18,8 +18,9 @@ from ...errors import DataError, UsageError
 from ..data.images import open_images
 from ..data.samples import Samples
 from ..distributed import all_sum
+from ..record import Metric
 from ..runs.weights import load_weights
-from ..task import Evaluator, Metric, Task, TaskOptions
+from ..task import Evaluator, Task, TaskOptions
 from . import register
 
 Batch = tuple[Tensor, Tensor]
