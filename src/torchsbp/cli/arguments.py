@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any, get_args, get_origin
 
 from ..config import Option, SBPConfig, options
-from ..memory.estimating import OPTIMIZERS, PRECISIONS
+from ..memory.estimate import OPTIMIZERS, PRECISIONS
 from .named import Named
 
 KINDS = [bool, list[int], int, float, list[float], str, list[str]]  # in this order: what fits fewer texts first

@@ -2,7 +2,7 @@
 
 import json
 
-from ..memory.planning import HEADROOM, plan
+from ..memory.plan import HEADROOM, plan
 from ..memory.sizes import parse_size
 from .arguments import heading, parser, sbp_config, sbp_options
 from .named import find_model

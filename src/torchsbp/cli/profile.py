@@ -11,8 +11,8 @@ import torch
 
 from ..errors import UsageError
 from ..memory import chart
-from ..memory.estimating import Config, Estimate, build, describe, estimate
-from ..memory.measuring import Measurement, measure_config
+from ..memory.estimate import Config, Estimate, build, describe, estimate
+from ..memory.measure import Measurement, measure_config
 from ..memory.sizes import mib
 from .arguments import heading, parser, sbp_config
 from .named import Named, find_model

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torchsbp import SBPConfig
 from torchsbp.config import PRESETS, options
-from torchsbp.schedules import Milestones
+from torchsbp.sampling.schedules import Milestones
 
 from ..errors import UsageError
 from .task import TaskOptions

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 
 from ..errors import RunError, SignalError
-from ..memory.blocks import Saved
+from ..memory.saved import Saved
 from ..memory.sizes import MIB
 from . import tasks
 from .config import Config, differences, plain
