@@ -32,9 +32,9 @@ from torch import nn
 import children
 import torchsbp
 from covered import RESULTS, ROOT, Row, append, markdown, matches, read, write_page
-from torchsbp.cli.named import SIZE_OPTIONS, find_model, maker
-from torchsbp.cli.models import examine
 from torchsbp.adapters import find_backbones
+from torchsbp.cli.models import examine
+from torchsbp.cli.named import SIZE_OPTIONS, find_model, maker
 
 FORKED = get_context("forkserver")  # libraries are imported once
 VIDEO = torchvision.models.list_models(module=torchvision.models.video)

@@ -22,10 +22,10 @@ import commandline
 from case import Row, release
 from limits import CONTEXT, cap
 from torchsbp import SBPConfig, estimate, plan
-from torchsbp.memory.plan import DoesNotFitError
+from torchsbp.cli.named import Named, find_model
 from torchsbp.memory.estimate import Config, Estimate, describe
 from torchsbp.memory.measure import measure_config
-from torchsbp.cli.named import Named, find_model
+from torchsbp.memory.plan import DoesNotFitError
 from torchsbp.memory.sizes import MIB, parse_size
 
 BATCHES = {

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 import torchsbp
 from torchsbp import report
-from torchsbp.train.cli import parse, train
+from torchsbp.cli.main import main as torchsbp_command
+from torchsbp.cli.recipe import parse
 from torchsbp.train.distributed import Processes
 from torchsbp.train.loop import Trainer
 
@@ -150,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, folder, method in zip(names, folders, ([], sampling), strict=True):
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier demo
         print(f"{name}: torchsbp train digits {' '.join([*common, *method])} --out={folder}", file=sys.stderr)
-        code = train(["digits", *common, *method, f"--out={folder}"])
+        code = torchsbp_command(["train", "digits", *common, *method, f"--out={folder}"])
         if code:
             raise SystemExit(code)
     rows = results(names, folders)
@@ -166,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def shown(trainer: Trainer) -> Tensor:
     """A three, a six and a nine."""
     data = trainer.task.valid_data
-    labels = [data.images[i][1] for i in range(len(data))]
+    labels = [data.source[i][1] for i in range(len(data))]
     batch = trainer.task.collate([data[0, labels.index(digit)] for digit in (3, 6, 9)])
     return trainer.task.prepare(batch, training=False)[0]
 

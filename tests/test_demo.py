@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from torchsbp.train import sources
+from torchsbp.train.data import images as sources
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STEPS, IMAGES = 6, 192  # 6 steps of 32 images

@@ -1,6 +1,7 @@
 """Plans: sizes, the order of preference, the choice, the largest batch, what does not fit."""
 
 import importlib
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,6 +64,28 @@ def test_the_order_of_preference():
         "sbp qkv r=0.1, all blocks, saved",
     ]
     assert [config.recompute for config in levels(tiny_vit())[1]] == [False, 0.25, 0.5, 0.75, True]
+
+
+CHANGED = {
+    "keep_ratio": 0.25, "sampler": "random", "attention": "qkv", "blocks": [1, 2], "scope": "block",
+    "per_sample": True, "scale": "weight", "recompute": 0.5, "seed": 7,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(SBPConfig)])
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_a_described_configuration_hides_nothing_that_differs(field, ratio):
+    plain, value = SBPConfig(keep_ratio=ratio), CHANGED[field]
+    text = describe(replace(plain, **{field: value}))
+    assert text != describe(plain)
+    assert (f"{value:.0%}" if field == "recompute" else str(value)) in text
+
+
+def test_a_sampler_of_your_own_is_described_by_its_name():
+    def mine(*_):
+        raise NotImplementedError
+
+    assert describe(SBPConfig(sampler=mine, blocks=1)) == "sbp query r=0.5, all blocks, recomputed, sampler=mine"
 
 
 def test_the_order_for_models_without_attention_and_without_sbp():

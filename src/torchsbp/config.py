@@ -1,8 +1,10 @@
 """SBPConfig: everything a user can choose, validated when it is made."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from types import UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from torch import nn
 
@@ -95,3 +97,28 @@ def configured(keep_ratio: KeepRatio | None, config: SBPConfig | None, options: 
     if keep_ratio is not None:
         options = options | {"keep_ratio": keep_ratio}
     return replace(config or PRESETS["default"], **options)
+
+
+class Option(NamedTuple):
+    """A field of ``SBPConfig`` as recipes and commands take it: the types that can be written there, and its help."""
+
+    name: str
+    types: tuple[Any, ...]
+    help: str
+
+
+def options() -> list[Option]:
+    """Every field of ``SBPConfig``, with its words in the class's docstring."""
+    hints = get_type_hints(SBPConfig)
+    texts = dict(re.findall(r"- ``(\w+)``: (.*?)(?=\n\s*- ``|\s*\Z)", SBPConfig.__doc__ or "", re.S))
+    helps = {name: " ".join(text.replace("``", "").split()) for name, text in texts.items()}
+    return [Option(its.name, tuple(writable(hints[its.name])), helps.get(its.name, "")) for its in fields(SBPConfig)]
+
+
+def writable(hint: Any) -> Iterator[Any]:
+    """Of a union, what a recipe can say: numbers, words, and lists of them."""
+    for kind in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
+        if kind in (bool, int, float, str):
+            yield kind
+        elif get_origin(kind) in (list, tuple, Sequence):
+            yield list[get_args(kind)[0]]  # type: ignore[misc]

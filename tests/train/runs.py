@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchsbp.train.cli import train
+from torchsbp.cli.main import main
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
@@ -48,6 +48,15 @@ def recipe(folder: Path, **changes: Any) -> Path:
     path = folder / "recipe.yaml"
     path.write_text(json.dumps(merged({**TINY, "out": str(folder / "run")}, changes)))  # JSON is YAML
     return path
+
+
+def train(arguments: list[str]) -> int:
+    """``torchsbp train`` in this process: its exit code."""
+    return main(["train", *arguments])
+
+
+def evaluate(arguments: list[str]) -> int:
+    return main(["eval", *arguments])
 
 
 def run(folder: Path, *arguments: str, **changes: Any) -> tuple[int, Path]:

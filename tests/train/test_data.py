@@ -11,10 +11,12 @@ import pytest
 import torch
 from PIL import Image
 
-from torchsbp.train.classification import Augment, Classification, Data, train_transform
-from torchsbp.train.data import Samples, TrainOrder
-from torchsbp.train.errors import DataError
-from torchsbp.train.sources import Shards, digits, open_images
+from torchsbp.errors import DataError
+from torchsbp.train import tasks
+from torchsbp.train.data.images import Shards, digits, open_images
+from torchsbp.train.data.order import TrainOrder
+from torchsbp.train.data.samples import Samples
+from torchsbp.train.tasks.classification import Augment, ClassificationOptions, Data, OfImage, train_transform
 
 from .test_recipes import picture_folder
 
@@ -47,7 +49,7 @@ def test_an_update_sees_the_same_samples_with_any_number_of_processes():
 
 def test_a_sample_depends_on_seed_epoch_and_index_only():
     data = Data(source="digits", size=32, channels=1, mean=[0.3], std=[0.3])
-    transform = train_transform(data, Augment(auto_augment="rand-m9-mstd0.5-inc1"))
+    transform = OfImage(train_transform(data, Augment(auto_augment="rand-m9-mstd0.5-inc1")))
     samples = Samples(digits(True, "L"), transform, seed=0)
     first = samples[0, 5][0]
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
@@ -129,7 +131,7 @@ def test_wrong_folders_are_refused(tmp_path):
         open_images("folder", root, "train", True, 4, "RGB")
     (root / "val" / "class2").rename(root / "val" / "other")
     with pytest.raises(DataError, match="both need the same class folders"):
-        Classification(data=Data(root=root)).start(0)
+        tasks.start(ClassificationOptions(data=Data(root=root)), seed=0)
 
 
 def test_posterize_leaves_at_least_one_bit():

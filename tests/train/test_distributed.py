@@ -7,13 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.fsdp import FSDPModule
 
-from torchsbp import kept
-from torchsbp.train.cli import parse, train
-from torchsbp.train.distributed import Processes, processes
+from torchsbp import apply, kept
+from torchsbp.adapters.blocks import blocks_of
+from torchsbp.cli.recipe import parse
+from torchsbp.train.distributed import Processes, processes, shard
 from torchsbp.train.loop import Trainer
 
-from .runs import final, lines, recipe, spawn
+from ..hybrids import HYBRIDS
+from .runs import final, lines, recipe, spawn, train
 
 SHORT = ["--epochs=1", "--schedule.warmup_epochs=0"]
 EXACT = {"task": {"augment": {"mixup": 0.0, "cutmix": 0.0, "erase": 0.0}, "model": {"drop_path": 0.0}}}
@@ -27,6 +30,22 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
         trainer.forward(number, trainer.task.prepare(next(batches), training=True))
     found = {name: p.grad for name, p in trainer.model.named_parameters()}
     return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in found.items()}
+
+
+def hybrid_gradients(sharded: bool) -> dict[str, torch.Tensor]:
+    """Of a model whose blocks have classes called Block inside them; every process has the same input."""
+    torch.manual_seed(0)
+    model = HYBRIDS["maxxvit relative mlp"]().train()
+    apply(model, keep_ratio=1.0)
+    x = torch.randn(2, 3, 64, 96)
+    if sharded:
+        names = blocks_of(model)
+        shard(model, torch.device("cpu"))
+        assert [name for name, module in model.named_modules() if isinstance(module, FSDPModule)] == ["", *names]
+        assert len(names) >= 6
+    model(x).square().sum().backward()
+    found = {name: p.grad for name, p in model.named_parameters()}
+    return {name: g.full_tensor() if sharded else g for name, g in found.items()}
 
 
 def worker(rank: int, path: Path) -> None:
@@ -45,6 +64,7 @@ def worker(rank: int, path: Path) -> None:
         for parallel in ("ddp", "fsdp"):
             options = ["--parallel", parallel, f"--out={path.parent / parallel}"]
             Trainer(parse("train", [str(path), *SHORT, *options]), here).fit()
+        result["hybrid"] = hybrid_gradients(sharded=True)
         result["kept"] = next(iter(kept(trainer.model).values()))
     torch.save(result, f"{path}.{rank}")
 
@@ -67,6 +87,11 @@ def test_two_processes_with_half_the_batch_give_the_gradients_of_one(two, parall
     for found in results:
         for name, gradient in expected.items():
             torch.testing.assert_close(found[parallel][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_hybrid_is_sharded_by_its_blocks(two):
+    for name, gradient in hybrid_gradients(sharded=False).items():
+        torch.testing.assert_close(two[1][0]["hybrid"][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_masks_differ_by_process_and_gradients_agree(two):
@@ -98,7 +123,7 @@ def test_torchrun(tmp_path):
 
 
 def test_evaluation_counts_every_sample_once(tmp_path):
-    from torchsbp.train.data import EvalOrder
+    from torchsbp.train.data.order import EvalOrder
 
     for world in (1, 2, 3, 8):
         orders = [EvalOrder(13, 4, rank, world) for rank in range(world)]

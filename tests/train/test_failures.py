@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchsbp.train import checkpoint
-from torchsbp.train.cli import evaluate
 from torchsbp.train.loop import Trainer
+from torchsbp.train.runs import checkpoint
 
-from .runs import final, lines, recipe, run, spawn
+from .runs import evaluate, final, lines, recipe, run, spawn
 from .test_recipes import picture_folder
 
 FOLDER = {
@@ -45,7 +44,11 @@ def on(folder: Path, *arguments: str, **changes) -> int:
 def test_a_nan_loss_stops_before_anything_is_saved(copy, capsys, monkeypatch):
     before = sorted((copy / "run" / "checkpoints").iterdir())
     update = Trainer.update
-    monkeypatch.setattr(Trainer, "update", lambda self, batches: update(self, batches) * float("nan"))
+
+    def poisoned(self, batches):
+        return {name: loss * float("nan") for name, loss in update(self, batches).items()}
+
+    monkeypatch.setattr(Trainer, "update", poisoned)
     assert on(copy) == 1
     error = capsys.readouterr().err
     assert "the loss is nan at step 12" in error  # the next checkpoint or line of metrics
@@ -78,7 +81,7 @@ def test_a_real_write_that_fails_is_told_apart(tmp_path):
     import subprocess
 
     code = (
-        "import resource, torch; from pathlib import Path; from torchsbp.train.checkpoint import Folder\n"
+        "import resource, torch; from pathlib import Path; from torchsbp.train.runs.checkpoint import Folder\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         f"Folder(Path({str(tmp_path)!r}), 2).save({{'x': torch.zeros(10000)}}, 1, False)"
     )
@@ -130,7 +133,8 @@ def test_changed_settings_are_named(copy, capsys):
 
 def test_fine_tuning_with_other_classes(half, tmp_path, capsys):
     """Refused, unless a new classifier is asked for; everything else comes from the weights."""
-    weights = half / "run" / "model.safetensors"
+    weights = tmp_path / "model.safetensors"
+    shutil.copy(half / "run" / "model.safetensors", weights)
     data = {"source": "folder", "root": str(picture_folder(tmp_path / "data")), "channels": 1}
     changes = {"task": {"data": data, "model": {"weights": str(weights)}}, "batch": 12, "micro_batch": 6}
     assert run(tmp_path / "a", **changes)[0] == 1
@@ -146,6 +150,8 @@ def test_fine_tuning_with_other_classes(half, tmp_path, capsys):
     expected = load_file(weights)
     assert torch.equal(found["blocks.0.attn.qkv.weight"], expected["blocks.0.attn.qkv.weight"])
     assert found["head.weight"].shape == (3, 16)
+    weights.unlink()
+    assert evaluate([str(out)]) == 0  # what training began from is not needed any more
 
 
 @pytest.mark.parametrize("workers", [0, 1])

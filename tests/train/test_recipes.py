@@ -9,12 +9,12 @@ import torch
 from PIL import Image
 
 import torchsbp
-from torchsbp.train.cli import RECIPES, evaluate, parse, recipes, train
+from torchsbp.cli.recipe import RECIPES, parse, recipes
 from torchsbp.train.config import SBP
 from torchsbp.train.distributed import Processes
 from torchsbp.train.loop import Trainer
 
-from .runs import lines, run
+from .runs import evaluate, lines, run, train
 
 TABLE_1 = {  # stochastic depth, top-1 and memory of the image paper
     "imagenet/vit_tiny": (0.0, "73.68 %", "8248 MB"),
@@ -99,9 +99,14 @@ def test_digits_learns_with_sbp(tmp_path):
     assert lines(tmp_path / "run")[-2]["top1"] > 60
 
 
+SEEDS = ([], ["--sbp.seed=5"])  # the run's, and one of its own
+
+
 def test_the_options_of_sbp_are_those_of_its_config():
     own = {field.name for field in fields(SBP)} - {"preset", "schedule"}
-    assert own | {"seed"} == {field.name for field in fields(torchsbp.SBPConfig)}
+    assert own == {field.name for field in fields(torchsbp.SBPConfig)}
+    seeds = [parse("train", ["digits", "--sbp.preset=default", *given]).sbp.build(7, 1).seed for given in SEEDS]
+    assert seeds == [7, 5]
 
 
 def test_a_keep_ratio_schedule_counts_epochs(tmp_path):

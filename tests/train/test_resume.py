@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchsbp.train.cli import INTERRUPTED
+from torchsbp.cli.main import INTERRUPTED
 
 from .runs import ENVIRONMENT, command, final, lines, recipe, run, same, spawn
 

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from typing import Any
 
@@ -175,9 +175,17 @@ def describe(config: Config, model: nn.Module | None = None) -> str:
         return "patched as it is" if patched else "full"
     share = {1.0: "recomputed", 0.0: "saved"}.get(config.recompute, f"{config.recompute:.0%} recomputed")
     if config.keep_ratio == 1:
-        return f"exact lean, {share}"
+        return ", ".join(["exact lean", share, *differing(config, "keep_ratio", "recompute")])
     blocks = "" if config.blocks is None else ", all blocks" if config.blocks == 1 else f", blocks {config.blocks}"
-    return f"sbp {config.attention} r={config.keep_ratio}{blocks}, {share}"
+    others = differing(config, "keep_ratio", "recompute", "attention", "blocks")
+    return ", ".join([f"sbp {config.attention} r={config.keep_ratio}{blocks}", share, *others])
+
+
+def differing(config: SBPConfig, *told: str) -> list[str]:
+    """The fields that are not as by default, as "name=value", but for those that are told otherwise."""
+    others = [its for its in fields(config) if its.name not in told]
+    values = {its.name: getattr(config, its.name) for its in others if getattr(config, its.name) != its.default}
+    return [f"{name}={getattr(value, '__name__', value)}" for name, value in values.items()]
 
 
 def trace(

@@ -2,7 +2,7 @@
 
 import sys
 
-from .cli import train
+from ..cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(train(sys.argv[1:]))
+    sys.exit(main(["train", *sys.argv[1:]]))

@@ -1,54 +1,68 @@
 """The configuration of a run: what a recipe file says. The task's own part is in the task's file."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any, Literal
 
-import torchsbp
 from torchsbp import SBPConfig
-from torchsbp.schedules import Milestones
+from torchsbp.config import PRESETS, options
+from torchsbp.sampling.schedules import Milestones
 
-from .classification import Classification
+from ..errors import UsageError
+from .task import TaskOptions
+from .tasks import DEFAULT
 
 Ratio = float | list[float]
 
+SBPFields: Any = make_dataclass(
+    "SBPFields",
+    [
+        ("preset", Literal.__getitem__(("none", *PRESETS)), field(default="none")),
+        *((its.name, reduce(or_, (*its.types, None)), field(default=None)) for its in options()),
+    ],
+)
+"""A preset, and the fields of ``SBPConfig``: what is None is the preset's."""
+SBPFields.__doc__ = "\n".join(
+    [
+        "Options.",
+        "",
+        "Args:",
+        "    preset: none is full backprop",
+        *(f"    {its.name}: {its.help}" for its in options()),
+    ]
+)
+
 
 @dataclass
-class SBP:
+class SBP(SBPFields):
     """Stochastic backpropagation: a preset, and the fields of ``torchsbp.SBPConfig`` that differ from it."""
 
-    preset: Literal["none", "default", "paper"] = "none"
-    """none: full backprop"""
-    keep_ratio: Ratio | None = None
-    """share of positions that get gradients; a list: over depth"""
     schedule: list[tuple[float, Ratio]] | None = None
     """keep-ratio over training: [epoch, ratio] pairs, the first at epoch 0"""
-    sampler: str | None = None
-    attention: str | None = None
-    blocks: float | list[int] | list[str] | None = None
-    scope: str | None = None
-    per_sample: bool | None = None
-    scale: str | None = None
-    recompute: bool | float | None = None
 
     def __post_init__(self) -> None:
-        options = {k: v for k, v in vars(self).items() if k != "preset" and v is not None}
-        if self.preset == "none" and options:
-            raise ValueError(f"sbp.preset is none (full backprop), but {options} is given; set sbp.preset to default")
+        given = self.given()
+        if self.preset == "none" and given:
+            raise UsageError(f"sbp.preset is none (full backprop), but {given} is given; set sbp.preset to default")
         if self.schedule is not None and self.keep_ratio is not None:
-            raise ValueError("give sbp.keep_ratio or sbp.schedule, not both")
+            raise UsageError("give sbp.keep_ratio or sbp.schedule, not both")
+
+    def given(self) -> dict[str, Any]:
+        """What differs from the preset."""
+        return {name: value for name, value in vars(self).items() if name != "preset" and value is not None}
 
     def build(self, seed: int, forwards_per_epoch: int) -> SBPConfig | None:
         """Masks and ratios are looked up by the number of the training forward."""
         if self.preset == "none":
             return None
-        changes: dict[str, Any] = {k: v for k, v in vars(self).items() if v is not None}
-        changes.pop("preset")
+        changes = {"seed": seed, **self.given()}
         if changes.pop("schedule", None):
             assert self.schedule is not None
             points = tuple((round(epoch * forwards_per_epoch), _tuple(ratio)) for epoch, ratio in self.schedule)
             changes["keep_ratio"] = Milestones(points)
-        return torchsbp.SBPConfig.preset(self.preset, seed=seed, **changes)
+        return SBPConfig.preset(self.preset, **changes)
 
 
 def _tuple(ratio: Ratio) -> float | tuple[float, ...]:
@@ -93,6 +107,8 @@ class EMA:
 
 @dataclass
 class Checkpoints:
+    """When they are written, and how many stay."""
+
     every_steps: int | None = None
     """besides the end of every epoch"""
     keep: int = 2
@@ -101,6 +117,8 @@ class Checkpoints:
 
 @dataclass
 class Log:
+    """What is shown and written while training."""
+
     every_steps: int = 50
     progress: bool = True
     tensorboard: bool = False
@@ -112,15 +130,15 @@ class Log:
 class Config:
     """A training run."""
 
+    task: TaskOptions
     out: Path = Path("runs/run")
     """the run's folder"""
-    task: Classification = field(default_factory=Classification)
     sbp: SBP = field(default_factory=SBP)
     epochs: int = 300
     batch: int = 4096
-    """images per update, over all processes"""
+    """samples per update, over all processes"""
     micro_batch: int | None = None
-    """images per forward of one process; batch / (processes · micro_batch) forwards are accumulated"""
+    """samples per forward of one process; batch / (processes · micro_batch) forwards are accumulated"""
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     ema: EMA = field(default_factory=EMA)
@@ -155,17 +173,36 @@ class Config:
         }
         for name, value in positive.items():
             if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, found {value}")
+                raise UsageError(f"{name} must be at least 1, found {value}")
         warmup = self.schedule.warmup_epochs
         if not 0 <= warmup < self.epochs:
-            raise ValueError(f"schedule.warmup_epochs={warmup} must be at least 0 and less than epochs={self.epochs}")
+            raise UsageError(f"schedule.warmup_epochs={warmup} must be at least 0 and less than epochs={self.epochs}")
 
     def accumulate(self, processes: int) -> int:
         """Forwards of one process per update."""
         micro = self.batch // processes if self.micro_batch is None else self.micro_batch
         if micro == 0 or self.batch % (processes * micro):
-            raise ValueError(
+            raise UsageError(
                 f"batch={self.batch} is not a multiple of processes · micro_batch = {processes} · {micro}; "
                 "change batch or micro_batch"
             )
         return self.batch // (processes * micro)
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it: paths as text, tuples as lists."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def differences(before: Any, now: Any, name: str = "") -> list[str]:
+    """What was changed, as ``name=value``, but for where the run is and how it is watched."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = [k for k in now if name or k not in ("out", "resume", "log", "checkpoint", "throughput")]
+        return [d for k in keys for d in differences(before.get(k), now[k], f"{name}.{k}" if name else k)]
+    if name == "task.name" and before is None:  # recorded before tasks had names
+        before = DEFAULT
+    return [] if before == now else [f"{name}={now} instead of {before}"]

@@ -12,6 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+import torchsbp
+
+from ..adapters.blocks import blocks_of
+from ..errors import UsageError
+
 
 @dataclass(frozen=True)
 class Processes:
@@ -31,7 +36,7 @@ def processes(device: str) -> Iterator[Processes]:
     """Join the others, if torchrun started this one; leave them at the end."""
     kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is cuda, but torch finds no GPU; use --device cpu")
+        raise UsageError("device is cuda, but torch finds no GPU; use --device cpu")
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         yield Processes(torch.device(kind))
@@ -81,8 +86,8 @@ def shard(model: nn.Module, device: torch.device) -> None:
     """FSDP2: every block of the model on its own, then the rest."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # Patched blocks read the parameters of their parts: shard whole blocks, nothing inside them.
-    for block in [m for m in model.modules() if type(m).__name__.endswith("Block")]:
-        fully_shard(block, mesh=mesh)
+    for name in blocks_of(model):
+        fully_shard(model.get_submodule(name), mesh=mesh)
     fully_shard(model, mesh=mesh)
 
 
@@ -93,3 +98,15 @@ def synchronised(model: nn.Module, last: bool) -> Any:
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
     return nullcontext()
+
+
+def environment(processes: Processes) -> dict[str, Any]:
+    """What a run records about where it runs."""
+    cuda = processes.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(processes.device) if cuda else "CPU",
+        "processes": processes.world,
+        "memory": "peak GPU memory" if cuda else "saved activations",
+        "torch": torch.__version__,
+        "torchsbp": torchsbp.__version__,
+    }

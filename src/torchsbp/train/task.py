@@ -1,45 +1,124 @@
-"""What the loop asks of a task: a model, data, a loss and metrics. Everything else is the loop's."""
+"""What a task brings: options, model, data and their order, losses, metrics. Everything else is the loop's."""
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import default_collate
 
-from .data import Samples
+import torchsbp
+from torchsbp import SBPConfig
+
+from .data.order import EvalOrder, TrainOrder
+from .data.samples import Samples
+from .record import Metric
+
+if TYPE_CHECKING:
+    from .config import Optimizer
 
 
-class Evaluator(Protocol):
-    """Collects over batches what the metrics need; ``result`` is called by all processes together."""
+@dataclass
+class TaskOptions:
+    """What a recipe says under ``task``; a task adds fields of its own."""
+
+    name: str = ""
+    """which task: a registered name, or package.module:Class"""
+
+
+class Evaluator:
+    """Collects over batches what the metrics need."""
 
     def update(self, model: nn.Module, batch: Any, valid: int) -> None:
         """The first ``valid`` samples of the batch count; the others only fill it."""
-        ...
+        raise NotImplementedError
 
-    def result(self) -> dict[str, float]: ...
+    def result(self) -> dict[str, float]:
+        """By the metrics' names. Called by all processes together: ``distributed.all_sum`` adds theirs."""
+        raise NotImplementedError
+
+    def sections(self) -> Mapping[str, str | bytes]:
+        """Further parts of a report: title -> HTML or SVG, or the bytes of a PNG. Called after ``result``, by one
+        process."""
+        return {}
 
 
-class Task(Protocol):
-    metric: str
-    """the metric that decides which checkpoint is best; more is better"""
+class Task:
+    """A task is a subclass: it names its options, its metrics and its unit, and makes its data when it is made."""
+
+    Options: ClassVar[type[TaskOptions]] = TaskOptions
+    metrics: tuple[Metric, ...]
+    best_by: str
+    """the metric that decides which checkpoint is best"""
+    unit: str = "samples"
+    """what throughput counts"""
+    workers: int = 0
+    """processes that read samples, for each process that trains"""
     train_data: Samples
     valid_data: Samples
-    collate: Callable[[list[Any]], Any]
+    collate: Callable[[list[Any]], Any] = staticmethod(default_collate)
 
-    def model(self) -> nn.Module: ...
+    def __init__(self, options: Any, seed: int) -> None:
+        self.options, self.seed = options, seed
+        self.to(torch.device("cpu"), torch.contiguous_format)
+
+    def check(self, micro_batch: int) -> None:
+        """Raise ``UsageError`` if this cannot be trained with so many samples per forward."""
+
+    # Data
+
+    def train_order(self, batch: int, rank: int, world: int, multiple: int) -> TrainOrder:
+        """Batches of one process; a multiple of ``multiple`` in every epoch."""
+        return TrainOrder(len(self.train_data), batch, self.seed, rank, world, multiple)
+
+    def eval_order(self, batch: int, rank: int, world: int) -> EvalOrder:
+        return EvalOrder(len(self.valid_data), batch, rank, world)
 
     def to(self, device: torch.device, memory_format: torch.memory_format) -> None:
         """Where batches go, and in which layout."""
-        ...
-
-    def check(self, micro_batch: int) -> None:
-        """Raise ``ValueError`` if this cannot be trained with so many samples per forward."""
-        ...
+        self.device, self.memory_format = device, memory_format
 
     def prepare(self, batch: Any, training: bool) -> Any:
-        """A collated batch on the device, ready for ``loss``: normalised, mixed."""
-        ...
+        """A collated batch on the device, ready for ``loss``."""
+        return tree_map_only(Tensor, lambda part: part.to(self.device, non_blocking=True), batch)
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor: ...
+    # Model
 
-    def evaluator(self) -> Evaluator: ...
+    def model(self, start: bool) -> nn.Module:
+        """``start``: with the weights that training begins from; without, others will be loaded."""
+        raise NotImplementedError
+
+    def apply_sbp(self, model: nn.Module, config: SBPConfig) -> None:
+        torchsbp.apply(model, config=config)
+
+    def set_step(self, model: nn.Module, number: int) -> None:
+        """Tell SBP which training forward comes: masks and keep-ratio follow that number."""
+        torchsbp.set_step(model, number)
+
+    def parameters(self, model: nn.Module, optimizer: "Optimizer") -> Any:
+        """What timm's ``create_optimizer_v2`` is given: the model, whose groups it makes, or groups of your own."""
+        return model
+
+    # Losses and metrics
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor | dict[str, Tensor]:
+        """Several are logged by name; their sum is trained."""
+        raise NotImplementedError
+
+    def evaluator(self) -> Evaluator:
+        raise NotImplementedError
+
+    def metric(self, name: str) -> Metric:
+        """By its name, or that of its value for averaged weights."""
+        return next((m for m in self.metrics if m.name == name.removeprefix("ema_")), Metric(name))
+
+    def described(self) -> dict[str, Any]:
+        """What a report needs to show a run of this task."""
+        return {
+            "name": self.options.name,
+            "unit": self.unit,
+            "best_by": self.best_by,
+            "metrics": [metric.recorded() for metric in self.metrics],
+        }

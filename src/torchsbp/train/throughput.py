@@ -1,4 +1,4 @@
-"""Where the time goes: images/s of the loader alone, of the step alone, and of the whole."""
+"""Where the time goes: samples/s of the loader alone, of the step alone, and of the whole."""
 
 import time
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .data import PREFETCH
+from .data.loader import PREFETCH
 from .distributed import barrier
 from .loop import Trainer
 
@@ -16,7 +16,7 @@ COMPILING = 3  # updates that are not counted: torch.compile, the allocator
 
 def warmup(trainer: Trainer) -> int:
     """Updates before the clock starts: also those whose batches were prepared while nothing asked for them."""
-    ahead = trainer.config.task.data.workers * PREFETCH
+    ahead = trainer.task.workers * PREFETCH
     return COMPILING + -(-ahead // trainer.accumulate)
 
 
@@ -31,7 +31,7 @@ def measure(trainer: Trainer, updates: int) -> dict[str, float]:
 
 
 def rate(trainer: Trainer, batches: Iterator[Any], updates: int, step: bool) -> float:
-    """Images per second of all processes."""
+    """Samples per second of all processes."""
     for number in range(-warmup(trainer), updates):
         if number == 0:
             wait(trainer)
@@ -55,6 +55,6 @@ def report(trainer: Trainer, updates: int) -> None:
     rates = measure(trainer, updates)
     if trainer.processes.main:
         for name, value in rates.items():
-            print(f"{name:7}{value:10.0f} images/s")
+            print(f"{name:7}{value:10.0f} {trainer.task.unit}/s")
         bound = min(rates["loader"], rates["step"])
         print(f"the whole reaches {rates['whole'] / bound:.0%} of the slower of the two")

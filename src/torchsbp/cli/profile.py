@@ -1,4 +1,4 @@
-"""The commands ``torchsbp profile`` and ``torchsbp plan``."""
+"""``torchsbp profile MODEL``: memory of a training step, by method and by block."""
 
 import argparse
 import json
@@ -9,84 +9,22 @@ from typing import Any
 
 import torch
 
-from ..config import SBPConfig
-from ..ops.rules import RULES
-from . import chart
-from .estimating import (
-    OPTIMIZERS,
-    PRECISIONS,
-    Config,
-    Estimate,
-    build,
-    describe,
-    estimate,
-)
-from .measuring import Measurement, measure_config
-from .names import Named, find_model
-from .planning import HEADROOM
-from .planning import plan as make_plan
-from .sizes import mib, parse_size
+from ..errors import UsageError
+from ..memory import chart
+from ..memory.estimate import Config, Estimate, build, describe, estimate
+from ..memory.measure import Measurement, measure_config
+from ..memory.sizes import mib
+from .arguments import heading, parser, sbp_config
+from .named import Named, find_model
 
+PURPOSE = "memory of a training step, by method and by block"
 METHODS = ("full", "checkpoint", "sbp")
 
 
-def parser(command: str, doc: str) -> argparse.ArgumentParser:
-    """What both commands take."""
-    result = argparse.ArgumentParser(f"torchsbp {command}", description=doc)
-    result.add_argument("model", metavar="MODEL", help="a timm or torchvision name; timm/… or torchvision/… if both")
-    result.add_argument("--batch", type=positive, default=64)
-    result.add_argument("--size", type=positive, help="of square images; the model's own unless given")
-    result.add_argument("--precision", default="bf16", choices=PRECISIONS)
-    result.add_argument("--optimizer", default="adamw", choices=OPTIMIZERS)
-    result.add_argument("--channels-last", action="store_true", help="memory layout of model and images")
-    result.add_argument("--keep-ratio", type=float, help="share of positions that get gradients")
-    result.add_argument("--attention", choices=tuple(RULES), help="which gradients attention drops")
-    result.add_argument("--blocks", type=blocks, help="which are sampled: a fraction, or indices or names: 4,5,6")
-    result.add_argument("--recompute", type=share, help="share of the blocks that recompute, 0 to 1")
-    result.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    return result
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def share(text: str) -> bool | float:
-    names = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-    if text.lower() in names:
-        return names[text.lower()]
-    try:
-        return float(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not true, false or a number from 0 to 1") from error
-
-
-def blocks(text: str) -> Any:
-    """ "0.5" is a fraction, "4,5" are indices, "stages.0.*,stages.1.*" are names."""
-    items = [item.strip() for item in text.split(",")]
-    if all(item.lstrip("-").isdecimal() for item in items) and items != ["1"]:
-        return [int(item) for item in items]
-    try:
-        return float(text)
-    except ValueError:
-        return items
-
-
-def sbp_config(args: argparse.Namespace) -> SBPConfig:
-    given = {name: getattr(args, name) for name in ("keep_ratio", "attention", "blocks", "recompute")}
-    return SBPConfig(**{name: value for name, value in given.items() if value is not None})
-
-
-def heading(args: argparse.Namespace, named: Named) -> str:
-    return f"{args.model}, batch {args.batch}, {named.size}×{named.size}, {args.precision}, {args.optimizer}"
-
-
-def profile(argv: Sequence[str]) -> None:
+def run(argv: list[str]) -> None:
     """Memory of a training step, method by method and block by block: measured if there is a CUDA device, else
     predicted for one."""
-    arguments = parser("profile", profile.__doc__ or "")
+    arguments = parser("profile", run.__doc__ or "")
     arguments.add_argument("--methods", nargs="+", choices=METHODS, help="compared; all that the model supports")
     arguments.add_argument("--out", type=Path, help="a chart of it, chart.png or chart.svg")
     arguments.add_argument("--predict", action="store_true", help="do not measure, also if there is a CUDA device")
@@ -127,7 +65,7 @@ def predictions(
     for title, config in configs.items():
         try:
             found[title] = estimate(model, shape, config, args.precision, args.optimizer)
-        except ValueError as error:
+        except UsageError as error:
             if args.methods or config == "full":
                 raise
             notes.append(f"{title} is left out: {str(error).split('. ')[0]}")
@@ -202,30 +140,3 @@ def as_json(estimates: Mapping[str, Estimate], measured: Mapping[str, Measuremen
         "predicted": {title: its.to_dict() for title, its in estimates.items()},
         "measurements": {title: its.to_dict() for title, its in measured.items()},
     }
-
-
-def plan(argv: Sequence[str]) -> None:
-    """The configuration that fits the memory of a GPU with the least loss of gradient quality, then the best speed."""
-    arguments = parser("plan", plan.__doc__ or "")
-    arguments.add_argument("--memory", required=True, help="of the GPU: 16GiB, 16GB, 8000MiB")
-    arguments.add_argument(
-        "--headroom", type=float, default=HEADROOM, help="share of it that is not to be planned with"
-    )
-    args = arguments.parse_args(argv)
-    parse_size(args.memory)
-    named = find_model(args.model, args.size, args.channels_last)
-    shape = (args.batch, named.channels, named.size, named.size)
-    given = any(getattr(args, name) is not None for name in ("keep_ratio", "attention", "blocks", "recompute"))
-    found = make_plan(
-        named.build,
-        shape,
-        args.memory,
-        precision=args.precision,
-        optimizer=args.optimizer,
-        configs=[sbp_config(args)] if given else None,
-        headroom=args.headroom,
-    )
-    if args.json:
-        print(json.dumps({"title": heading(args, named), **found.to_dict()}))
-    else:
-        print(f"{heading(args, named)}: predicted for a CUDA device\n{found}")

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from torchsbp.report import main, markdown, read, repetitions, rows, thinned, ticks
+from torchsbp.cli.main import main
+from torchsbp.report import html, markdown, read, repetitions, rows
+from torchsbp.report.charts import thinned, ticks
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -64,7 +66,7 @@ def test_repetitions_differ_by_seed_only(runs):
 
 def test_the_page_needs_nothing_outside_it(runs, tmp_path, capsys):
     page = tmp_path / "new" / "report.html"
-    assert main([*map(str, runs), "--html", str(page)]) == 0
+    assert main(["report", *map(str, runs), "--html", str(page)]) == 0
     text = page.read_text()
     assert "| full_0 " in capsys.readouterr().out
     assert not re.search(r"(src|href)=\"(?!data:)|url\(|@import|https?://", text)
@@ -79,7 +81,7 @@ def test_the_page_needs_nothing_outside_it(runs, tmp_path, capsys):
 def test_the_page_in_a_browser(runs, tmp_path, scheme):
     """No message on the console; every plot is laid out, with a size."""
     page = tmp_path / "report.html"
-    main([*map(str, runs), "--html", str(page)])
+    main(["report", *map(str, runs), "--html", str(page)])
     probe = (
         "<script>document.title = [...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect())"
         ".filter(r => r.width > 300 && r.height > 50).length + ' plots, '"
@@ -100,11 +102,64 @@ def test_the_page_in_a_browser(runs, tmp_path, scheme):
     assert "CONSOLE" not in result.stderr
 
 
+def test_metrics_are_shown_as_the_run_recorded_them(tmp_path):
+    """Less is better, another unit, a format of its own; the metric without a column is in no table."""
+    folder = write_run(tmp_path / "run", 0, "none", 0.0)
+    first, *others = (folder / "metrics.jsonl").read_text().splitlines()
+    error = {"name": "top1", "title": "distance", "unit": "m", "format": ".1f", "higher": False, "chart": "Distance"}
+    task = {"unit": "frames", "metrics": [error, {"name": "top5", "column": False}]}
+    lines = [json.dumps({**json.loads(first), "task": task}), *(o.replace("images_per", "frames_per") for o in others)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    header, row = rows([read(folder)])
+    assert header[2:] == [
+        "distance, m",
+        "best distance, m",
+        "training loss",
+        "memory, MiB",
+        "frames/s",
+        "minutes",
+        "state",
+    ]
+    assert row[2:7] == ["84.0", "81.0", "0.500", "40", "100"]
+    page = html([read(folder)], "Distances")
+    assert "<figcaption>Distance <small>distance, m</small>" in page
+    assert "<small>frames/s</small>" in page
+
+
+def test_a_number_that_is_logged_is_drawn(runs):
+    text = (runs[0] / "metrics.jsonl").read_text().replace('"lr": 0.1', '"lr": 0.1, "gradient_norm": 2.0')
+    (runs[0] / "metrics.jsonl").write_text(text)
+    page = html([read(path) for path in runs], "Runs")
+    assert page.count("<svg") == 7
+    assert "<figcaption>Gradient norm <small>" in page
+
+
+def test_what_a_task_adds_is_on_the_page(runs):
+    added = runs[0] / "report"
+    added.mkdir()
+    (added / "Confusion of <classes>.png").write_bytes(b"\x89PNG")
+    (added / "Scores.html").write_text("<svg></svg>")
+    page = html([read(path) for path in runs], "Runs")
+    assert "<figcaption>Confusion of &lt;classes&gt;</figcaption><img" in page
+    assert 'src="data:image/png;base64,iVBORw=="' in page
+    assert "<h2>full_0</h2>" in page
+    assert "<figcaption>Scores</figcaption><svg></svg></figure>" in page
+    assert "<h2>full_1</h2>" not in page
+
+
+def test_runs_recorded_before_tasks_described_themselves():
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "cifar10"
+    header, *body = rows([read(path) for path in sorted(results.iterdir())])
+    means = {row[0]: dict(zip(header, row, strict=True)) for row in body[-2:]}
+    assert means["mean of cifar10_full"]["top-1, %"] == "74.76 ± 0.99"
+    assert means["mean of cifar10_sbp"]["images/s"] == "5132 ± 53"
+
+
 def test_what_is_no_run_is_refused(tmp_path, capsys):
-    assert main([str(tmp_path)]) == 1
+    assert main(["report", str(tmp_path)]) == 1
     assert "is no run" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text("x\n")
-    assert main([str(tmp_path)]) == 1
+    assert main(["report", str(tmp_path)]) == 1
     assert "has no metrics" in capsys.readouterr().err
 
 

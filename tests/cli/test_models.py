@@ -4,16 +4,18 @@ import json
 
 import pytest
 import timm
+import torch
 
 import torchsbp
-from torchsbp import adapters, cli
-from torchsbp.models import describe, examine
+from torchsbp import adapters
+from torchsbp.cli.main import main
+from torchsbp.cli.models import describe, examine
 
-from .families import entry_of, tiny_vit
+from ..families import tiny_vit
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:
-    status = cli.main(["models", *argv])
+    status = main(["models", *argv])
     return status, *capsys.readouterr()
 
 
@@ -21,7 +23,7 @@ def test_every_adapter_is_listed_with_its_classes(capsys):
     status, out, _ = run(capsys)
     assert status == 0
     for adapter in adapters.ADAPTERS:
-        assert adapter.model in out
+        assert all(layout.model in out for layout in adapter.every_layout)
         assert all(f"    {block.rpartition('.')[2]} " in out for block in adapter.blocks)
     lines = out.splitlines()
     assert lines[0] == "timm"
@@ -34,7 +36,8 @@ def test_every_adapter_is_listed_with_its_classes(capsys):
 def test_an_adapter_of_your_own_is_listed(capsys):
     known = list(adapters.ADAPTERS)
     descriptions = adapters.Residual(), adapters.Residual(mixers=())
-    torchsbp.register(adapters.Adapter("my ViT", "mine.models.MyViT", {"mine.models.Layer": descriptions}))
+    layouts = adapters.Layout("mine.models.MyViT"), adapters.Layout("mine.models.MyBackbone")
+    torchsbp.register(adapters.Adapter("my ViT", {"mine.models.Layer": descriptions}, layouts))
     try:
         _, out, _ = run(capsys, "--json")
     finally:
@@ -43,6 +46,7 @@ def test_an_adapter_of_your_own_is_listed(capsys):
         "library": "mine",
         "family": "my ViT",
         "model": "mine.models.MyViT",
+        "also in": ["mine.models.MyBackbone"],
         "blocks": {"mine.models.Layer": ["run again"]},
         "between stages": [],
     }
@@ -88,7 +92,8 @@ def test_what_is_said_is_what_apply_does(capsys):
     (backbone,) = json.loads(out)["backbones"]
     sampled = [block["name"] for block in backbone["blocks"] if block["sampled"]]
     model = torchsbp.apply(timm.create_model("test_vit"))
-    assert sampled == list(entry_of(model).sbp.masks.names)
+    model(torch.zeros(1, 3, 160, 160))
+    assert sampled == list(torchsbp.kept(model))
 
 
 def test_a_model_without_an_adapter_has_its_blocks_named(capsys):

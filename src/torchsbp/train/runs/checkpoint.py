@@ -9,7 +9,7 @@ from typing import IO, Any
 
 import torch
 
-from .errors import CheckpointError
+from ...errors import CheckpointError
 
 FORMAT = "torchsbp checkpoint 1"
 STEP = "step-{:010d}.pt"

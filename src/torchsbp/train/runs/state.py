@@ -1,7 +1,7 @@
 """A run's state as one dictionary of tensors and plain values, the same for one process, DDP and FSDP2."""
 
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-
-from .data import seed_cpu
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -33,13 +31,16 @@ class Progress:
     loss_sum: float = 0.0
     """over the steps since the last line of metrics"""
     loss_steps: int = 0
+    losses: dict[str, float] = field(default_factory=dict)
+    """the same by name, for a task that has several"""
 
     def state(self) -> dict[str, Any]:
         return dict(vars(self))
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> "Progress":
-        return cls(**{field.name: state[field.name] for field in fields(cls)})
+        """An older checkpoint has fewer of them."""
+        return cls(**{its.name: state[its.name] for its in fields(cls) if its.name in state})
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
@@ -78,8 +79,3 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)
-
-
-def seed_everything(seed: int) -> None:
-    seed_cpu(seed)
-    torch.manual_seed(seed)

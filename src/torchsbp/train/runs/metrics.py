@@ -2,13 +2,17 @@
 
 import json
 import time
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import torch
+from torch import Tensor
+
+from ..distributed import Processes, all_sum
+from ..record import FILE, SECTIONS
 from .checkpoint import replace_file
-
-FILE = "metrics.jsonl"
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -78,3 +82,42 @@ class Clock:
             self.seconds += time.perf_counter() - self.since
             self.since = None
         return self.seconds
+
+
+class Losses:
+    """Sums of a process's losses over the steps since the last line of metrics, by name."""
+
+    def __init__(self, processes: Processes, sums: Mapping[str, float], steps: int) -> None:
+        self.processes, self.steps = processes, steps
+        self.own = {name: self.tensor(value) for name, value in sums.items()}
+
+    def tensor(self, value: float) -> Tensor:
+        return torch.tensor(value, dtype=torch.float64, device=self.processes.device)
+
+    def add(self, losses: Mapping[str, Tensor]) -> None:
+        for name, loss in losses.items():
+            self.own[name] = self.own.get(name, self.tensor(0.0)) + loss
+        self.steps += 1
+
+    def sums(self) -> dict[str, float]:
+        """The mean over processes; called by all of them together."""
+        values = all_sum(torch.stack(list(self.own.values()))).tolist()
+        return {name: value / self.processes.world for name, value in zip(self.own, values, strict=True)}
+
+    def means(self) -> dict[str, float]:
+        return {name: value / max(self.steps, 1) for name, value in self.sums().items()}
+
+    def clear(self) -> None:
+        self.own = {name: self.tensor(0.0) for name in self.own}
+        self.steps = 0
+
+
+def write_sections(out: Path, sections: Mapping[str, str | bytes]) -> None:
+    """What a task adds to the report of a run; each replaces the one before."""
+    for title, content in sections.items():
+        data, kind = (content, "png") if isinstance(content, bytes) else (content.encode(), "html")
+        replace_file(out / SECTIONS / f"{title.replace('/', '-')}.{kind}", writer(data))
+
+
+def writer(data: bytes) -> Callable[[IO[bytes]], int]:
+    return lambda file: file.write(data)

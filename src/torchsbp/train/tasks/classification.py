@@ -14,11 +14,14 @@ from timm.data.random_erasing import RandomErasing
 from torch import Tensor, nn
 from torchvision.transforms import RandomCrop
 
-from .data import Samples
-from .distributed import all_sum
-from .errors import DataError
-from .sources import open_images
-from .weights import load_weights
+from ...errors import DataError, UsageError
+from ..data.images import open_images
+from ..data.samples import Samples
+from ..distributed import all_sum
+from ..record import Metric
+from ..runs.weights import load_weights
+from ..task import Evaluator, Task, TaskOptions
+from . import register
 
 Batch = tuple[Tensor, Tensor]
 """images, and class numbers or mixed targets"""
@@ -45,6 +48,8 @@ class Model:
 
 @dataclass
 class Data:
+    """Labelled images, to train with and to evaluate with."""
+
     source: Literal["folder", "shards", "cifar10", "cifar100", "digits"] = "folder"
     root: Path = Path("data")
     train: str = "train"
@@ -63,7 +68,7 @@ class Data:
 
     def __post_init__(self) -> None:
         if not len(self.mean) == len(self.std) == self.channels:
-            raise ValueError(f"mean {self.mean} and std {self.std} need one number per channel, {self.channels}")
+            raise UsageError(f"mean {self.mean} and std {self.std} need one number per channel, {self.channels}")
 
 
 @dataclass
@@ -85,24 +90,30 @@ class Augment:
 
 
 @dataclass
-class Classification:
+class ClassificationOptions(TaskOptions):
     """Classify images."""
 
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     augment: Augment = field(default_factory=Augment)
 
-    def start(self, seed: int) -> "ImageClassifier":
-        return ImageClassifier(self, seed)
 
+@register("classification")
+class Classification(Task):
+    """Which class an image is of."""
 
-class ImageClassifier:
-    metric = "top1"
-    collate: Callable[[list[Any]], Any] = staticmethod(fast_collate)
+    Options = ClassificationOptions
+    metrics = (
+        Metric("loss", "validation loss", format=".3f", higher=False, column=False),
+        Metric("top1", "top-1", "%", chart="Validation accuracy"),
+        Metric("top5", "top-5", "%", column=False),
+    )
+    best_by = "top1"
+    unit = "images"
+    collate = staticmethod(fast_collate)
 
-    def __init__(self, config: Classification, seed: int) -> None:
-        self.config = config
-        data, augment = config.data, config.augment
+    def __init__(self, options: ClassificationOptions, seed: int) -> None:
+        data, augment = options.data, options.augment
         mode = "L" if data.channels == 1 else "RGB"
         train, valid = (
             open_images(data.source, data.root, part, part is data.train, data.classes, mode)
@@ -113,9 +124,9 @@ class ImageClassifier:
                 f"training data have {train.classes} classes and validation data {valid.classes}, or other names: "
                 "both need the same class folders"
             )
-        self.classes = train.classes
-        self.train_data = Samples(train, train_transform(data, augment), seed)
-        self.valid_data = Samples(valid, eval_transform(data, augment), seed)
+        self.classes, self.workers = train.classes, data.workers
+        self.train_data = Samples(train, OfImage(train_transform(data, augment)), seed)
+        self.valid_data = Samples(valid, OfImage(eval_transform(data, augment)), seed)
         self.mix = None
         if augment.mixup > 0 or augment.cutmix > 0:
             self.mix = Mixup(
@@ -124,35 +135,35 @@ class ImageClassifier:
                 label_smoothing=augment.smoothing,
                 num_classes=self.classes,
             )
-        self.to(torch.device("cpu"), torch.contiguous_format)
+        super().__init__(options, seed)
 
     def check(self, micro_batch: int) -> None:
         if self.mix is not None and micro_batch % 2:
-            raise ValueError(f"mixup and cutmix mix pairs: images per forward must be even, found {micro_batch}")
+            raise UsageError(f"mixup and cutmix mix pairs: images per forward must be even, found {micro_batch}")
 
-    def model(self) -> nn.Module:
-        config = self.config.model
+    def model(self, start: bool) -> nn.Module:
+        config = self.options.model
         given = config.options.get("num_classes", self.classes)
         if given != self.classes:
             raise DataError(f"model.options.num_classes is {given}, but the data have {self.classes} classes")
-        options = {"in_chans": self.config.data.channels, "drop_path_rate": config.drop_path, **config.options}
+        options = {"in_chans": self.options.data.channels, "drop_path_rate": config.drop_path, **config.options}
         options["num_classes"] = self.classes
         try:
-            model: nn.Module = timm.create_model(config.name, pretrained=config.pretrained, **options)
-        except (RuntimeError, TypeError) as error:  # an unknown name, or an option that this model does not have
-            raise ValueError(f"task.model.name {config.name} with {options}: {error}") from error
+            model: nn.Module = timm.create_model(config.name, pretrained=config.pretrained and start, **options)
+        except (RuntimeError, TypeError, ValueError) as error:  # an unknown name, or an option it does not have
+            raise UsageError(f"task.model.name {config.name} with {options}: {error}") from error
         for name, deviation in config.init.items():
             parameters = dict(model.named_parameters())
             if name not in parameters:
-                raise ValueError(f"task.model.init: {config.name} has no parameter {name!r}")
+                raise UsageError(f"task.model.init: {config.name} has no parameter {name!r}")
             nn.init.normal_(parameters[name], std=deviation)
-        if config.weights is not None:
+        if config.weights is not None and start:
             load_weights(model, config.weights, new_head=config.new_head)
         return model
 
     def to(self, device: torch.device, memory_format: torch.memory_format) -> None:
-        data, augment = self.config.data, self.config.augment
-        self.device, self.memory_format = device, memory_format
+        super().to(device, memory_format)
+        data, augment = self.options.data, self.options.augment
         self.mean = 255 * torch.tensor(data.mean, device=device).view(-1, 1, 1)
         self.std = 255 * torch.tensor(data.std, device=device).view(-1, 1, 1)
         self.erase = RandomErasing(augment.erase, mode="pixel", device=str(device)) if augment.erase > 0 else None
@@ -168,14 +179,14 @@ class ImageClassifier:
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         images, targets = batch
-        smoothing = 0.0 if targets.is_floating_point() else self.config.augment.smoothing  # mixed ones are smooth
+        smoothing = 0.0 if targets.is_floating_point() else self.options.augment.smoothing  # mixed ones are smooth
         return F.cross_entropy(model(images).float(), targets, label_smoothing=smoothing)
 
     def evaluator(self) -> "Accuracy":
         return Accuracy(self.device)
 
 
-class Accuracy:
+class Accuracy(Evaluator):
     """top-1 and top-5 in percent, and the loss, over all processes."""
 
     def __init__(self, device: torch.device) -> None:
@@ -195,6 +206,16 @@ class Accuracy:
     def result(self) -> dict[str, float]:
         loss, top1, top5, images = all_sum(self.sums).tolist()
         return {"loss": loss / images, "top1": 100 * top1 / images, "top5": 100 * top5 / images}
+
+
+class OfImage:
+    """A transform of the image alone: the class stays."""
+
+    def __init__(self, transform: Callable[[Any], Any]) -> None:
+        self.transform = transform
+
+    def __call__(self, image: Any, label: int) -> tuple[Any, int]:
+        return self.transform(image), label
 
 
 def train_transform(data: Data, augment: Augment) -> Callable[[Any], Any]:

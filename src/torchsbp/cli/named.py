@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..errors import UsageError
+
 LIBRARIES = ("timm", "torchvision")
 SIZE_OPTIONS = {"timm": "img_size", "torchvision": "image_size"}
 
@@ -24,10 +26,10 @@ def find_model(name: str, size: int | None = None, channels_last: bool = False) 
     """The model of that name, "timm/…" or "torchvision/…" where both have it, for images of that size."""
     library, _, short = name.rpartition("/")
     if library not in ("", *LIBRARIES):
-        raise ValueError(f"unknown library {library!r} in {name!r}; known: {', '.join(LIBRARIES)}")
+        raise UsageError(f"unknown library {library!r} in {name!r}; known: {', '.join(LIBRARIES)}")
     found = [lib for lib in ([library] if library else LIBRARIES) if short.partition(".")[0] in names(lib)]
     if not found:
-        raise ValueError(unknown(short, [library] if library else list(LIBRARIES)))
+        raise UsageError(unknown(short, [library] if library else list(LIBRARIES)))
     channels, own = default_input(found[0], short)
     given = {} if size in (None, own) else {SIZE_OPTIONS[found[0]]: size}
 
@@ -49,7 +51,7 @@ def names(library: str) -> list[str]:
 
         return torchvision.models.list_models()
     except ImportError as error:
-        raise ValueError(f"{library} is not installed; install the extra: pip install 'torchsbp[models]'") from error
+        raise UsageError(f"{library} is not installed; install the extra: pip install 'torchsbp[models]'") from error
 
 
 def unknown(name: str, libraries: list[str]) -> str:
@@ -83,8 +85,8 @@ def create(library: str, name: str, options: dict[str, Any]) -> nn.Module:
             except TypeError:  # an option that it does not have
                 continue
             except Exception as error:
-                raise ValueError(f"{library} can't build {name} with {given}: {error}") from error
-    raise ValueError(f"{library} can't build {name} without arguments")
+                raise UsageError(f"{library} can't build {name} with {given}: {error}") from error
+    raise UsageError(f"{library} can't build {name} without arguments")
 
 
 def maker(library: str) -> Callable[..., nn.Module]:

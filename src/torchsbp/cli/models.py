@@ -1,26 +1,28 @@
-"""The command ``torchsbp models``: which families are supported, and what ``apply`` would do with a named model."""
+"""``torchsbp models [MODEL]``: which families are supported, and what ``apply`` would do with a named model."""
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
 from torch import nn
 
-from .adapters import ADAPTERS
-from .adapters.base import Adapter
-from .adapters.parts import Parts, qualified
-from .adapters.residual import bare_name
-from .config import SBPConfig
-from .memory.names import find_model
-from .ops.rules import RULES
-from .patch import block_classes, find_backbones, survey
+from ..adapters import ADAPTERS, Adapter, Layout, find_backbones
+from ..adapters.base import Description, Descriptions
+from ..adapters.blocks import block_classes
+from ..adapters.names import bare_name, qualified
+from ..config import SBPConfig
+from ..ops.rules import RULES
+from ..patching.survey import survey
+from .named import find_model
+
+PURPOSE = "which models are supported, and which blocks of a model"
 
 
-def main(argv: Sequence[str]) -> int:
+def run(argv: list[str]) -> int:
     """Which models are supported; of a named one, which blocks are sampled, or why it is refused (exit status 1)."""
-    parser = argparse.ArgumentParser("torchsbp models", description=main.__doc__)
+    parser = argparse.ArgumentParser("torchsbp models", description=run.__doc__)
     parser.add_argument("model", metavar="MODEL", nargs="?", help="a timm or torchvision name; timm/… or torchvision/…")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     args = parser.parse_args(argv)
@@ -34,26 +36,28 @@ def main(argv: Sequence[str]) -> int:
 
 
 def families() -> list[dict[str, Any]]:
-    """Every adapter: its library, name, model class and block classes, with the kinds of descriptions they have."""
+    """Every adapter: its library, name, model class, other classes that hold its blocks, and block classes with the
+    kinds of descriptions they have."""
     return [
         {
-            "library": str(adapter.model).partition(".")[0],
+            "library": str(adapter.every_layout[0].model).partition(".")[0],
             "family": adapter.name,
-            "model": adapter.model,
-            "blocks": {block: kinds(parts) for block, parts in adapter.blocks.items()},
+            "model": adapter.every_layout[0].model,
+            "also in": [layout.model for layout in adapter.every_layout[1:]],
+            "blocks": {block: kinds(descriptions) for block, descriptions in adapter.blocks.items()},
             "between stages": kinds(adapter.downsample or ()),
         }
         for adapter in ADAPTERS
     ]
 
 
-def kinds(parts: Parts | tuple[Parts, ...]) -> list[str]:
-    """Of its descriptions, in the order in which they are tried."""
-    return list(dict.fromkeys(its.kind for its in several(parts)))
+def kinds(descriptions: Descriptions) -> list[str]:
+    """Of these, in the order in which they are tried."""
+    return list(dict.fromkeys(its.kind for its in several(descriptions)))
 
 
-def several(parts: Parts | tuple[Parts, ...]) -> tuple[Parts, ...]:
-    return parts if isinstance(parts, tuple) else (parts,)
+def several(descriptions: Descriptions) -> tuple[Description, ...]:
+    return descriptions if isinstance(descriptions, tuple) else (descriptions,)
 
 
 def list_families(found: list[dict[str, Any]]) -> str:
@@ -62,6 +66,7 @@ def list_families(found: list[dict[str, Any]]) -> str:
         lines.append(library)
         for family in members:
             lines.append(f"  {family['family'].removeprefix(library).strip():<28} {family['model']}")
+            lines += [f"  {'':<28} {other}" for other in family["also in"]]
             rows = {block.rpartition(".")[2]: its for block, its in family["blocks"].items()}
             rows["layers between stages"] = family["between stages"]
             lines += [f"    {name:<26} {', else '.join(its)}" for name, its in rows.items() if its]
@@ -73,17 +78,22 @@ def list_families(found: list[dict[str, Any]]) -> str:
 
 def explain_kinds() -> Iterator[str]:
     """What each kind means, and the attention rules that all descriptions of it have."""
-    described = [parts for adapter in ADAPTERS for its in adapter.blocks.values() for parts in several(its)]
-    for kind, meaning in {parts.kind: parts.meaning for parts in described}.items():
-        rules = [rule for rule in RULES if all(rule in parts.rules for parts in described if parts.kind == kind)]
-        yield f"{kind}: {meaning}; attention rules: {', '.join(rules)}"
+    described = [one for adapter in ADAPTERS for its in adapter.blocks.values() for one in several(its)]
+    for kind, meaning in {its.kind: its.meaning for its in described}.items():
+        rules = [rule for rule in RULES if all(rule in its.rules for its in described if its.kind == kind)]
+        yield f"{kind}: {meaning}; attention rules: {', '.join(rules)}" if rules else f"{kind}: {meaning}"
 
 
 def examine(model: nn.Module) -> dict[str, Any]:
     """What ``apply`` finds in a model, block by block; nothing is changed."""
     backbones: list[dict[str, Any]] = [
-        {"name": name, "family": adapter.name, "model": qualified(module), "blocks": list(blocks(module, adapter))}
-        for name, module, adapter in find_backbones(model)
+        {
+            "name": name,
+            "family": adapter.name,
+            "model": qualified(module),
+            "blocks": list(blocks(module, adapter, layout)),
+        }
+        for name, module, adapter, layout in find_backbones(model)
     ]
     refused = any(block["problems"] for backbone in backbones for block in backbone["blocks"])
     return {
@@ -94,13 +104,13 @@ def examine(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def blocks(model: nn.Module, adapter: Adapter) -> Iterator[dict[str, Any]]:
+def blocks(model: nn.Module, adapter: Adapter, layout: Layout) -> Iterator[dict[str, Any]]:
     """Blocks and layers between stages; problems are told without names, so that those of like blocks are alike."""
-    for place in survey(model, adapter, SBPConfig()):
+    for place in survey(model, adapter, layout, SBPConfig()):
         yield {
             "name": place.name,
             "class": bare_name(place.module),
-            "kind": place.parts.kind,
+            "kind": place.description.kind,
             "sampled": place.depth is not None,
             "problems": [problem.removeprefix(place.name).lstrip(": ") for problem in place.problems],
         }

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...errors import CheckpointError
 from .checkpoint import read, replace_file
-from .errors import CheckpointError
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

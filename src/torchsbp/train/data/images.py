@@ -7,14 +7,21 @@ from collections.abc import Sequence
 from contextlib import suppress
 from glob import glob
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from PIL import Image
 
-from .data import Images, mixed
-from .errors import DataError
+from ...errors import DataError
+from .samples import Source
+from .seeds import mixed
+
+
+class Images(Source, Protocol):
+    """A source of pictures; the target is the number of the class."""
+
+    classes: int
 
 
 class Folder:

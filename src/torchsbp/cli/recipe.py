@@ -1,0 +1,92 @@
+"""A recipe and the options after it, as the configuration of a run; the task that they name brings its own."""
+
+import argparse
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+    from ..train.config import Config
+
+RECIPES = Path(str(files("torchsbp") / "recipes"))
+
+
+def recipes() -> list[str]:
+    return sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
+
+
+def find_recipe(name: str) -> Path:
+    """A shipped recipe by name, or any file."""
+    for path in (Path(name), RECIPES / f"{name}.yaml"):
+        if path.is_file():
+            return path
+    raise UsageError(f"no recipe {name!r}: neither a file nor one of {', '.join(recipes())}")
+
+
+def parse(command: str, argv: list[str]) -> "Config":
+    from ..train.config import Config
+
+    if argv and not argv[0].startswith("-"):
+        argv = ["--config", str(find_recipe(argv[0])), *argv[1:]]
+    arguments = parser(command, task_name(argv))
+    options = arguments.parse_args(argv)
+    options.pop("config")
+    return Config(**vars(arguments.instantiate(options)))
+
+
+def parser(command: str, task: str) -> "ArgumentParser":
+    """The options of every run, and those of the task."""
+    from jsonargparse import ArgumentParser, set_parsing_settings
+
+    from ..train import tasks
+    from ..train.config import Config
+
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    result = ArgumentParser(
+        prog=f"torchsbp {command}",
+        description=f"torchsbp {command} RECIPE [options]. Recipes: {', '.join(recipes())}, or a YAML file. "
+        f"Tasks: {', '.join(tasks.names())}, or package.module:Class; the options of {task} are shown.",
+    )
+    result.add_argument("--config", action="config", help="a further YAML file, over the recipe")
+    result.add_class_arguments(tasks.find(task).Options, "task")
+    result.set_defaults({"task.name": task})
+    result.add_class_arguments(Config, skip={"task"})
+    return result
+
+
+def task_name(argv: list[str]) -> str:
+    """The task that recipe files and options name: the last word counts, as for any other option."""
+    from ..train.tasks import DEFAULT
+
+    words = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for option, name_in in (("--config", of_recipe), ("--task", of_task), ("--task.name", str)):
+        words.add_argument(option, dest="names", action="append", type=name_in, default=[])
+    return next((name for name in reversed(words.parse_known_args(argv)[0].names) if name), DEFAULT)
+
+
+def of_recipe(text: str) -> str:
+    content = read(text)
+    return named(content.get("task")) if isinstance(content, dict) else ""
+
+
+def of_task(text: str) -> str:
+    return named(read(text))
+
+
+def named(task: Any) -> str:
+    return str(task.get("name") or "") if isinstance(task, dict) else ""
+
+
+def read(text: str) -> Any:
+    """A YAML file's content, or the text's own; what can't be read is left to the parser, which says so."""
+    import yaml
+
+    try:
+        path = Path(text)
+        return yaml.safe_load(path.read_text() if path.is_file() else text)
+    except (OSError, ValueError, yaml.YAMLError):
+        return None

@@ -1,0 +1,146 @@
+"""Pictures of runs: SVG whose colours come from the page's style sheet, light or dark."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from statistics import mean
+
+from ..train.record import Metric
+from .runs import Point, Run, metrics_of, repetitions, units_of
+from .tables import rate_in
+
+COLOURS = 8  # series colours in the style sheet
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 520, 300, 58, 40, 14, 14
+
+
+@dataclass
+class Series:
+    name: str
+    colour: int
+    points: list[Point]
+
+
+def ticks(low: float, high: float, about: int = 7) -> list[float]:
+    """Round numbers from low to high."""
+    span = high - low or 1.0
+    rough = span / about
+    base = 10 ** math.floor(math.log10(rough))
+    step = next(m * base for m in (1, 2, 2.5, 5, 10) if m * base >= rough)
+    first = math.ceil(low / step - 1e-9)
+    return [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def label(value: float) -> str:
+    return f"{value:,.0f}".replace(",", " ") if abs(value) >= 1000 else f"{value:g}"
+
+
+def thinned(points: list[Point], most: int = 400) -> list[Point]:
+    """Means of neighbours, so that a long run does not make a heavy page."""
+    size = -(-len(points) // most)
+    chunks = [points[i : i + size] for i in range(0, len(points), max(size, 1))]
+    return [(mean(x for x, _ in chunk), mean(y for _, y in chunk)) for chunk in chunks]
+
+
+def chart(title: str, unit: str, series: Sequence[Series], from_zero: bool = False) -> str:
+    """Lines over epochs."""
+    shown = [Series(s.name, s.colour, thinned(s.points)) for s in series if s.points]
+    if not shown:
+        return ""
+    xs, ys = ([p[i] for s in shown for p in s.points] for i in (0, 1))
+    right = max(xs) or 1.0
+    low, high = (0.0 if from_zero else min(ys)), max(ys)
+    low, high = (low, high) if high > low else (low - 0.5, high + 0.5)
+    padding = 0 if from_zero else 0.04 * (high - low)
+    low, high = low - padding, high + 0.04 * (high - low)
+
+    def x(value: float) -> float:
+        return round(LEFT + value / right * (WIDTH - LEFT - RIGHT), 1)
+
+    def y(value: float) -> float:
+        return round(HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - BOTTOM - TOP), 1)
+
+    def text(a: float, b: float, content: str, anchor: str) -> str:
+        return f'<text class="tick" x="{a}" y="{b}" text-anchor="{anchor}">{content}</text>'
+
+    foot = HEIGHT - BOTTOM
+    parts = []
+    for tick in ticks(low, high):
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick)}" y2="{y(tick)}"/>')
+        parts.append(text(LEFT - 8, y(tick) + 4, label(tick), "end"))
+    parts += [text(x(tick), foot + 18, label(tick), "middle") for tick in ticks(0, right)]
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{foot}" y2="{foot}"/>')
+    parts.append(text(WIDTH - RIGHT, HEIGHT - 6, "epoch", "end"))
+    for s in shown:
+        path = " ".join(f"{x(a)},{y(b)}" for a, b in s.points)
+        hint = f"<title>{escape(s.name)}: {label(round(s.points[-1][1], 4))}</title>"
+        parts.append(f'<polyline class="line c{s.colour}" points="{path}">{hint}</polyline>')
+        if len(s.points) <= 40:
+            parts += [
+                f'<circle class="dot c{s.colour}" cx="{x(a)}" cy="{y(b)}" r="3">'
+                f"<title>{escape(s.name)}, epoch {a:g}: {b:.4g}</title></circle>"
+                for a, b in s.points
+            ]
+    return figure(title, unit, parts, HEIGHT)
+
+
+def bars(title: str, unit: str, values: Sequence[tuple[str, int, float | None]]) -> str:
+    """One bar per run."""
+    known = [(name, colour, value) for name, colour, value in values if value is not None]
+    if not known:
+        return ""
+    most = max(value for _, _, value in known) or 1.0
+    height = 24 + 34 * len(known)
+    parts = []
+    for i, (name, colour, value) in enumerate(known):
+        top, length = 12 + 34 * i, round(value / most * (WIDTH - 280), 1)
+        parts.append(f'<text class="name" x="180" y="{top + 16}" text-anchor="end">{escape(shortened(name))}</text>')
+        parts.append(f'<rect class="bar c{colour}" x="190" y="{top}" width="{length}" height="22" rx="3"/>')
+        parts.append(f'<text class="tick" x="{198 + length}" y="{top + 16}">{label(round(value, 1))}</text>')
+    return figure(title, unit, parts, height)
+
+
+def shortened(name: str) -> str:
+    return name if len(name) <= 26 else name[:25] + "…"
+
+
+def figure(title: str, unit: str, parts: list[str], height: int) -> str:
+    heading = f"<figcaption>{escape(title)} <small>{escape(unit)}</small></figcaption>"
+    svg = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
+    return f"<figure>{heading}{svg}</figure>"
+
+
+def colours_of(runs: Sequence[Run]) -> dict[int, int]:
+    """By the run's id: one colour for all repetitions."""
+    return {id(run): i % COLOURS for i, group in enumerate(repetitions(runs)) for run in group}
+
+
+def charts(runs: Sequence[Run]) -> str:
+    """Losses, the tasks' metrics, time and learning rate over epochs; memory and throughput as bars."""
+    colours = colours_of(runs)
+
+    def lines(curve: Callable[[Run], list[Point]], scale: float = 1.0) -> list[Series]:
+        return [Series(run.name, colours[id(run)], [(x, y * scale) for x, y in curve(run)]) for run in runs]
+
+    def training(key: str) -> Callable[[Run], list[Point]]:
+        return lambda run: run.curve("train", key)
+
+    def metric_chart(metric: Metric) -> str:
+        return chart(metric.chart, metric.heading, lines(lambda run: run.evaluated(metric)))
+
+    def values(value: Callable[[Run], float | None]) -> list[tuple[str, int, float | None]]:
+        return [(run.name, colours[id(run)], value(run)) for run in runs]
+
+    kinds = {run.about.get("environment", {}).get("memory", "") for run in runs} - {""}
+    further = dict.fromkeys(key for run in runs for key in run.further())
+    return "".join(
+        [
+            chart("Training loss", "", lines(training("loss"))),
+            *(metric_chart(metric) for metric in metrics_of(runs) if metric.chart),
+            *(chart(key.replace("_", " ").capitalize(), "", lines(training(key))) for key in further),
+            chart("Training time", "minutes", lines(training("seconds"), 1 / 60), from_zero=True),
+            chart("Learning rate", "", lines(training("lr")), from_zero=True),
+            bars("Memory", f"MiB, {' or '.join(sorted(kinds)) or 'peak'}", values(Run.memory)),
+            *(bars("Throughput", f"{unit}/s", values(rate_in(unit))) for unit in units_of(runs)),
+        ]
+    )

@@ -1,0 +1,101 @@
+"""One HTML page from runs: table, charts, what their tasks add, settings."""
+
+import json
+from base64 import b64encode
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from .charts import COLOURS, charts, colours_of
+from .runs import Run
+from .tables import rows
+
+STYLE = """
+:root { color-scheme: light dark; --page: #f7f7f5; --card: #fff; --ink: #1c1d1f; --soft: #6a6e74; --rule: #e3e4e1;
+  --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #cc79a7; --c4: #b58900; --c5: #4b9fd5; --c6: #7a5195; --c7: #555; }
+@media (prefers-color-scheme: dark) { :root { --page: #15171a; --card: #1e2125; --ink: #e8e9ea; --soft: #9aa0a8;
+  --rule: #33373d; --c0: #56b4e9; --c1: #ff9d5c; --c2: #3fd0a4; --c3: #e8a5cb; --c4: #f0c94a; --c5: #8fc7ee;
+  --c6: #b697d6; --c7: #bbb; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 2.5rem 1.5rem; max-width: 1180px; background: var(--page); color: var(--ink);
+  font: 16px/1.5 system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
+h1 { font-size: 1.6rem; margin: 0 0 .2rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .6rem; }
+p { color: var(--soft); margin: 0 0 1.5rem; }
+.scroll { overflow-x: auto; background: var(--card); border: 1px solid var(--rule); border-radius: 10px; }
+table { border-collapse: collapse; width: 100%; font-size: .92rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .55rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--rule); }
+th:first-child, td:first-child, th:last-child, td:last-child { text-align: left; }
+th { color: var(--soft); font-weight: 600; } tr:last-child td { border-bottom: 0; } tr.mean { font-weight: 600; }
+.key { display: inline-block; width: .8em; height: .8em; border-radius: 3px; margin-right: .55em; }
+.grid-of { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 1rem;
+  margin-top: 1rem; }
+figure { margin: 0; padding: 1rem 1rem .6rem; background: var(--card); border: 1px solid var(--rule);
+  border-radius: 10px; }
+figcaption { font-weight: 600; margin-bottom: .4rem; } figcaption small { color: var(--soft); font-weight: 400; }
+svg, img { display: block; width: 100%; height: auto; }
+.grid { stroke: var(--rule); } .axis { stroke: var(--soft); }
+.tick { fill: var(--soft); font-size: 12px; } .name { fill: var(--ink); font-size: 13px; }
+.line { fill: none; stroke: var(--c); stroke-width: 1.8; stroke-linejoin: round; } .dot, .bar { fill: var(--c); }
+.key { background: var(--c); }
+details { margin-top: 1rem; } summary { cursor: pointer; }
+pre { overflow-x: auto; padding: 1rem; background: var(--card);
+  border: 1px solid var(--rule); border-radius: 10px; font-size: .82rem; }
+""" + "".join(f".c{i} {{ --c: var(--c{i}); }}\n" for i in range(COLOURS))
+
+
+def html(runs: Sequence[Run], title: str) -> str:
+    """One page, nothing outside it."""
+    where = sorted({about(run) for run in runs} - {""})
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1><p>{escape('; '.join(where))}</p>"
+        f'<div class="scroll">{table(runs)}</div><div class="grid-of">{charts(runs)}</div>{sections(runs)}'
+        f"<h2>Settings</h2>{settings(runs)}</body></html>\n"
+    )
+
+
+def about(run: Run) -> str:
+    environment = run.about.get("environment", {})
+    parts = [environment.get("device", ""), f"torch {environment['torch']}" if "torch" in environment else ""]
+    if environment.get("processes", 1) > 1:
+        parts.insert(1, f"{environment['processes']} processes")
+    return ", ".join(part for part in parts if part)
+
+
+def table(runs: Sequence[Run]) -> str:
+    header, *body = rows(runs)
+    colours = colours_of(runs)
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    lines = []
+    for i, row in enumerate(body):
+        key = f'<span class="key c{colours[id(runs[i])]}"></span>' if i < len(runs) else ""
+        cells = "".join(f"<td>{key if j == 0 else ''}{escape(cell)}</td>" for j, cell in enumerate(row))
+        lines.append(f"<tr>{cells}</tr>" if key else f'<tr class="mean">{cells}</tr>')
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+
+
+def sections(runs: Sequence[Run]) -> str:
+    """What the runs' tasks add, run by run."""
+    parts = []
+    for run in runs:
+        figures = [
+            f"<figure><figcaption>{escape(title)}</figcaption>{content(path, title)}</figure>"
+            for title, path in run.sections()
+        ]
+        if figures:
+            parts.append(f'<h2>{escape(run.name)}</h2><div class="grid-of">{"".join(figures)}</div>')
+    return "".join(parts)
+
+
+def content(path: Path, title: str) -> str:
+    if path.suffix == ".png":
+        return f'<img alt="{escape(title)}" src="data:image/png;base64,{b64encode(path.read_bytes()).decode()}">'
+    return path.read_text(encoding="utf-8")
+
+
+def settings(runs: Sequence[Run]) -> str:
+    return "".join(
+        f"<details><summary>{escape(run.name)}</summary><pre>{escape(json.dumps(run.about, indent=1))}</pre></details>"
+        for run in runs
+    )

@@ -1,0 +1,149 @@
+"""The record of a run, and what it says about its task: metrics with their titles, units and formats."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ..errors import RunError
+from ..train.record import FILE, SECTIONS, Metric
+
+Point = tuple[float, float]
+COMMON = ("epoch", "loss", "lr", "memory_mib", "seconds")
+"""what every task's lines of training have, besides its throughput"""
+
+
+UNDESCRIBED = {
+    "unit": "images",
+    "metrics": [{"name": "top1", "title": "top-1", "unit": "%", "chart": "Validation accuracy"}],
+}
+"""of runs recorded before tasks described themselves: all were of one task"""
+
+
+@dataclass
+class Run:
+    """The record of one run."""
+
+    name: str
+    lines: list[dict[str, Any]]
+    folder: Path | None = None
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["kind"] == kind]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return next(iter(self.of("run")), {})
+
+    @property
+    def task(self) -> dict[str, Any]:
+        return self.about.get("task") or UNDESCRIBED
+
+    @property
+    def metrics(self) -> list[Metric]:
+        return [Metric.of(recorded) for recorded in self.task["metrics"]]
+
+    @property
+    def unit(self) -> str:
+        """What throughput counts."""
+        return self.task["unit"]
+
+    def curve(self, kind: str, key: str) -> list[Point]:
+        """(epoch, value), where there is a value."""
+        points = [(line["epoch"], line.get(key)) for line in self.of(kind)]
+        return [(x, float(y)) for x, y in points if isinstance(y, int | float) and math.isfinite(y)]
+
+    def last(self, kind: str, key: str) -> float | None:
+        return next((y for _, y in reversed(self.curve(kind, key))), None)
+
+    def evaluated(self, metric: Metric) -> list[Point]:
+        """The metric's curve: of averaged weights, if there are any."""
+        if metric not in self.metrics:
+            return []
+        return self.curve("valid", f"ema_{metric.name}") or self.curve("valid", metric.name)
+
+    def result(self, metric: Metric) -> float | None:
+        return next((y for _, y in reversed(self.evaluated(metric))), None)
+
+    def best(self, metric: Metric) -> float | None:
+        values = [y for _, y in self.evaluated(metric)]
+        return (max if metric.higher else min)(values, default=None)
+
+    def loss(self) -> float | None:
+        return self.last("train", "loss")
+
+    def memory(self) -> float | None:
+        return max((y for _, y in self.curve("train", "memory_mib")), default=None)
+
+    def rates(self) -> list[Point]:
+        return self.curve("train", f"{self.unit}_per_s")
+
+    def rate(self) -> float | None:
+        rates = [y for _, y in self.rates()]
+        return median(rates) if rates else None
+
+    def minutes(self) -> float | None:
+        seconds = self.last("train", "seconds")
+        return None if seconds is None else seconds / 60
+
+    def further(self) -> list[str]:
+        """What else the lines of training have: several losses by name, or whatever the loop may log."""
+        keys = dict.fromkeys(key for line in self.of("train") for key in line)
+        known = ("kind", "step", *COMMON, f"{self.unit}_per_s")
+        return [key for key in keys if key not in known and self.curve("train", key)]
+
+    def sections(self) -> list[tuple[str, Path]]:
+        """(title, file) of what the task added to its report."""
+        found = sorted((self.folder / SECTIONS).iterdir()) if self.folder and (self.folder / SECTIONS).is_dir() else []
+        return [(path.stem, path) for path in found if path.suffix in (".html", ".png")]
+
+    def progress(self) -> str:
+        if self.of("end"):
+            return "finished"
+        steps = self.about.get("steps")
+        step = self.lines[-1]["step"]
+        return f"step {step} of {steps}" if steps else f"step {step}"
+
+    def settings(self) -> str:
+        """What makes runs repetitions of each other: everything but the seed and the place."""
+        config = {k: v for k, v in self.about.get("config", {}).items() if k not in ("out", "seed", "resume", "log")}
+        return json.dumps(config or self.name, sort_keys=True)
+
+
+def read(path: Path) -> Run:
+    folder = path if path.is_dir() else path.parent
+    file = path / FILE if path.is_dir() else path
+    try:
+        text = file.read_text()
+    except OSError as error:
+        raise RunError(f"{path} is no run: {error}") from error
+    lines = []
+    for line in text.splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            continue  # half a line of a killed process
+    lines = [line for line in lines if isinstance(line, dict) and {"kind", "step"} <= line.keys()]
+    if not lines:
+        raise RunError(f"{file} has no metrics")
+    return Run(folder.name, lines, folder)
+
+
+def repetitions(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs that differ by their seed only, together."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.settings(), []).append(run)
+    return list(groups.values())
+
+
+def metrics_of(runs: Sequence[Run]) -> list[Metric]:
+    """All that these runs' tasks have, each once."""
+    return list(dict.fromkeys(metric for run in runs for metric in run.metrics))
+
+
+def units_of(runs: Sequence[Run]) -> list[str]:
+    return list(dict.fromkeys(run.unit for run in runs))

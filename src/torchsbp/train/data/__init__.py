@@ -1,0 +1,1 @@
+"""Data: samples by number, their order, and who reads them."""

@@ -1,0 +1,45 @@
+"""Batches from samples and their order, by worker processes that leave signals to the loop."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from .samples import Key, Samples
+
+PREFETCH = 4
+"""batches that each worker prepares ahead"""
+
+
+def loader(
+    samples: Samples, order: Sampler[list[Key]], collate: Callable[[list[Any]], Any], workers: int, pin: bool
+) -> DataLoader[Any]:
+    return DataLoader(
+        samples,
+        batch_sampler=order,
+        collate_fn=collate,
+        num_workers=workers,
+        pin_memory=pin,
+        prefetch_factor=PREFETCH if workers else None,
+        worker_init_fn=leave_signals_to_the_loop,
+        generator=torch.Generator(),  # else making an iterator would draw from the run's random numbers
+    )
+
+
+def leave_signals_to_the_loop(_: int) -> None:
+    """Ctrl-C and job managers signal every process of a run; workers end when the process that started them says so."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=obey_parent, daemon=True).start()
+
+
+def obey_parent() -> None:
+    """End at a SIGTERM of the parent process, let those of others pass."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)

@@ -1,0 +1,90 @@
+"""What is trained: a model, the average of its weights, optimizer, schedule and scaler; made, saved and restored."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.utils import ModelEmaV3
+from torch import nn
+
+from ..errors import CheckpointError
+from .config import Config
+from .distributed import Processes, shard
+from .optimizer import make_optimizer
+from .runs.state import load_model, load_optimizer, model_state, optimizer_state
+from .runs.weights import check_fit, head_names
+from .task import Task
+
+
+class Learner:
+    """``model`` has the parameters; ``parallel`` is what runs: the same, in DDP if there are several processes."""
+
+    def __init__(self, task: Task, config: Config, processes: Processes, batches: int, steps: int, start: bool) -> None:
+        """``batches`` and ``steps`` are those of an epoch."""
+        self.config, self.processes = config, processes
+        layout = torch.channels_last if config.channels_last else torch.contiguous_format
+        task.to(processes.device, layout)
+        self.model = task.model(start)
+        sbp = config.sbp.build(config.seed, batches)
+        self.sbp = sbp is not None
+        if sbp is not None:
+            task.apply_sbp(self.model, sbp)
+        self.model.to(processes.device).to(memory_format=layout)
+        self.ema = None
+        if config.ema.decay is not None:
+            self.ema = ModelEmaV3(self.model, decay=config.ema.decay, use_warmup=config.ema.warmup)
+        self.parallel = self.wrap()
+        self.optimizer, self.schedule = make_optimizer(task.parameters(self.model, config.optimizer), config, steps)
+        self.scaler = torch.amp.GradScaler(processes.device.type, enabled=config.precision == "float16")
+
+    def wrap(self) -> nn.Module:
+        """Compiled and made parallel, around the same parameters."""
+        several, parallel = self.processes.world > 1, self.config.parallel
+        if several and parallel == "fsdp":
+            shard(self.model, self.processes.device)
+            if self.ema is not None:
+                shard(self.ema.module, self.processes.device)
+        if self.config.compile:
+            self.model.compile()
+        return nn.parallel.DistributedDataParallel(self.model) if several and parallel == "ddp" else self.model
+
+    def autocast(self) -> Any:
+        if self.config.precision == "float32":
+            return nullcontext()
+        return torch.autocast(self.processes.device.type, getattr(torch, self.config.precision))
+
+    def best_weights(self) -> dict[str, Any]:
+        """The average, if there is one."""
+        return model_state(self.model if self.ema is None else self.ema.module)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": model_state(self.model),
+            "ema": None if self.ema is None else model_state(self.ema.module),
+            "optimizer": optimizer_state(self.model, self.optimizer),
+            "schedule": self.schedule.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def restore(self, content: dict[str, Any], path: Path, with_schedule: bool) -> None:
+        check_fit(self.model.state_dict(), content["model"], head_names(self.model), str(path))
+        if (content["ema"] is None) != (self.ema is None):
+            raise CheckpointError(f"{path} has {'no' if self.ema else 'an'} average of weights: ema.decay was changed")
+        try:
+            load_model(self.model, content["model"])
+            if self.ema is not None:
+                load_model(self.ema.module, content["ema"])
+            load_optimizer(self.model, self.optimizer, content["optimizer"])
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise CheckpointError(f"{path} does not fit this optimizer or model: {error}") from error
+        if with_schedule:
+            self.schedule.load_state_dict(content["schedule"])
+        self.scaler.load_state_dict(content["scaler"])
+
+    def load_weights(self, content: dict[str, Any], weights: str, path: Path) -> None:
+        """Of a checkpoint, those called "model" or "ema", and nothing else of it."""
+        if content[weights] is None:
+            raise CheckpointError(f"{path} has no average of weights: use --weights model")
+        check_fit(self.model.state_dict(), content[weights], head_names(self.model), str(path))
+        load_model(self.model, content[weights])

@@ -1,0 +1,40 @@
+"""timm's optimizers and schedules, as a recipe names them."""
+
+from typing import Any
+
+import torch
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+
+from ..errors import UsageError
+from .config import Config
+
+
+def make_optimizer(parameters: Any, config: Config, steps_per_epoch: int) -> tuple[torch.optim.Optimizer, Any]:
+    """The optimizer of a model or of groups of parameters, and its schedule over the run's updates."""
+    optimizer, schedule = config.optimizer, config.schedule
+    curve = schedule.name in ("cosine", "tanh", "poly")  # from the end of the warm-up to the end of the run
+    try:
+        made = create_optimizer_v2(
+            parameters,
+            optimizer.name,
+            lr=optimizer.lr,
+            weight_decay=optimizer.weight_decay,
+            layer_decay=optimizer.layer_decay,
+            **optimizer.options,
+        )
+        over_time, _ = create_scheduler_v2(
+            made,
+            schedule.name,
+            num_epochs=config.epochs - (schedule.warmup_epochs if curve else 0),
+            warmup_epochs=schedule.warmup_epochs,
+            warmup_prefix=curve,
+            warmup_lr=schedule.warmup_lr,
+            min_lr=schedule.min_lr,
+            step_on_epochs=False,
+            updates_per_epoch=steps_per_epoch,
+            **schedule.options,
+        )
+    except (TypeError, AssertionError, ValueError) as error:
+        raise UsageError(f"optimizer {optimizer} or schedule {schedule}: {error}") from error
+    return made, over_time

@@ -1,0 +1,42 @@
+"""What a run's record is made of, for those who write it and those who read it. Standard library only."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+FILE = "metrics.jsonl"
+"""in a run's folder: one JSON line per event"""
+SECTIONS = "report"
+"""in a run's folder: further parts of its report, a file for each, TITLE.html or TITLE.png"""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number that evaluation gives, and how it is shown."""
+
+    name: str
+    """its key in the lines of the record"""
+    title: str = ""
+    unit: str = ""
+    format: str = ".2f"
+    higher: bool = True
+    """more is better"""
+    column: bool = True
+    """in the report's table, its last and its best value"""
+    chart: str = ""
+    """the title of its curve in the report; none without one"""
+
+    @property
+    def sign(self) -> int:
+        return 1 if self.higher else -1
+
+    @property
+    def heading(self) -> str:
+        return ", ".join(filter(None, (self.title or self.name, self.unit)))
+
+    def recorded(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, recorded: dict[str, Any]) -> "Metric":
+        """As a run recorded it, maybe of another version."""
+        return cls(**{its.name: recorded[its.name] for its in fields(cls) if its.name in recorded})

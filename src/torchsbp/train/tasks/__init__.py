@@ -1,0 +1,59 @@
+"""Tasks by name: a file here registers its own; others register themselves, or are named package.module:Class."""
+
+from collections.abc import Callable
+from importlib import import_module
+from pkgutil import iter_modules
+
+from ...errors import UsageError
+from ..task import Task, TaskOptions
+
+DEFAULT = "classification"
+"""of recipes and checkpoints that name none"""
+
+TASKS: dict[str, type[Task]] = {}
+
+
+def register(name: str) -> Callable[[type[Task]], type[Task]]:
+    """A class decorator: ``task.name`` in a recipe chooses the task by this name."""
+
+    def remember(task: type[Task]) -> type[Task]:
+        TASKS[name] = task
+        return task
+
+    return remember
+
+
+def names() -> list[str]:
+    return sorted({*TASKS, *(module.name for module in iter_modules(__path__))})
+
+
+def find(name: str) -> type[Task]:
+    """The task of that name."""
+    if ":" in name:
+        return by_path(name)
+    if name not in names():
+        raise UsageError(f"task.name {name!r} is unknown; known: {', '.join(names())}, or package.module:Class")
+    if name not in TASKS:
+        import_module(f"{__name__}.{name}")
+    return TASKS[name]
+
+
+def by_path(name: str) -> type[Task]:
+    """``package.module:Class`` of any package that can be imported."""
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(import_module(module), attribute, None)
+    except (ModuleNotFoundError, ValueError) as error:
+        raise UsageError(f"task.name {name!r} can't be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        raise UsageError(f"task.name {name!r} is no class derived from torchsbp.train.task.Task")
+    return found
+
+
+def start(options: TaskOptions, seed: int) -> Task:
+    """The task that its options name, with its data."""
+    task = find(options.name or DEFAULT)
+    if not isinstance(options, task.Options):
+        wanted, given = task.Options.__qualname__, type(options).__qualname__
+        raise UsageError(f"task.name {options.name!r} takes {task.__module__}.{wanted}, found {given}")
+    return task(options, seed)

@@ -1,0 +1,35 @@
+"""``torchsbp plan``: what it tried, and what it needs itself."""
+
+import json
+import subprocess
+import sys
+
+from .commands import SMALL, run
+
+
+def test_plan_prints_what_it_tried(capsys):
+    status, out, _ = run(capsys, "plan", *SMALL, "--memory", "1GiB")
+    assert status == 0
+    assert "full" in out
+    assert "← chosen" in out
+    assert "largest batch with it: " in out
+
+
+def test_plan_for_a_given_configuration_as_json(capsys):
+    _, out, _ = run(capsys, "plan", *SMALL, "--memory", "1GiB", "--keep-ratio", "0.5", "--blocks", "1", "--json")
+    found = json.loads(out)
+    assert found["options"] == {"keep_ratio": 0.5, "blocks": 1.0}
+    assert found["largest_batch"] > 4
+
+
+def test_vit_base_needs_little_memory_of_its_own():
+    """In a process of its own: less than 2 GiB resident, exit status 0."""
+    code = (
+        "import resource, sys\nfrom torchsbp.cli.main import main\n"
+        "status = main(['plan', 'vit_base_patch16_224', '--memory', '16GiB', '--batch', '64'])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\nsys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert "largest batch with it: " in done.stdout
+    kilobytes = int(done.stdout.splitlines()[-1])
+    assert kilobytes < 2 * 2**20
