@@ -104,7 +104,8 @@ class Masks:
             what = site.stage, ratio, partition
             if what not in same:
                 same[what] = self._rows(order, key, coarse, *what)
-            drawn.append(same[what]._replace(heads=self._heads(site.heads, ratio, key)))
+            rows, inverse, _, cut = same[what]  # not _replace: torch 2.11 does not compile what that makes
+            drawn.append(Kept(rows, inverse, self._heads(site.heads, ratio, key), cut))
         self.drawn = tuple(drawn)
         step.add_(1)
         self.pending = None
