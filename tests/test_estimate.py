@@ -17,7 +17,7 @@ from torchsbp import SBPConfig
 from torchsbp.memory.blocks import Saved, block_names
 from torchsbp.memory.estimating import describe
 from torchsbp.memory.measuring import measure_config
-from torchsbp.ops.device import DEVICES, device_of
+from torchsbp.ops.device import CPU_DEVICE, device_of
 from torchsbp.ops.downsample import DownsampleParams, DownsampleSpec, downsample
 
 from .counting import SavedBytes
@@ -153,7 +153,7 @@ def test_everything_of_pytorch_is_itself_again():
     assert functions == [F.scaled_dot_product_attention, F.dropout, F.layer_norm, torch.softmax]
     assert "softmax" not in vars(torch.Tensor)
     assert torch._C._len_torch_function_stack() == 0
-    assert device_of(torch.empty(1)) is DEVICES["cpu"]
+    assert device_of(torch.empty(1)) is CPU_DEVICE
 
 
 class ConvThenNorm(nn.Module):

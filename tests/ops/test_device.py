@@ -7,7 +7,7 @@ from torchsbp.ops import device as D
 from torchsbp.ops import rows as R
 from torchsbp.ops.attention import attention_branch
 from torchsbp.ops.block import transformer_block
-from torchsbp.ops.device import CPU, CUDA, DEVICES, Device, device_of, substituted
+from torchsbp.ops.device import CPU, CPU_DEVICE, CUDA, Device, device_of, substituted
 from torchsbp.ops.downsample import DownsampleSpec, downsample
 from torchsbp.ops.heads import AttentionSpec
 from torchsbp.ops.kernel_steps import KernelSteps
@@ -74,17 +74,17 @@ def test_the_inverse_is_made_where_it_is_read():
 
 def test_the_device_is_that_of_the_tensor_unless_another_stands_in():
     x, other = torch.empty(1), Device()
-    assert device_of(x) is DEVICES["cpu"]
+    assert device_of(x) is CPU_DEVICE
     assert type(device_of(x.to("meta"))) is Device
     with substituted(other):
         assert device_of(x) is other
         with substituted(CPU()):
             assert device_of(x) is not other
         assert device_of(x) is other
-    assert device_of(x) is DEVICES["cpu"]
+    assert device_of(x) is CPU_DEVICE
     with pytest.raises(KeyError), substituted(other):
         raise KeyError
-    assert device_of(x) is DEVICES["cpu"]
+    assert device_of(x) is CPU_DEVICE
 
 
 class Recorded(CPU):

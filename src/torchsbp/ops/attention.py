@@ -22,7 +22,6 @@ from .heads import (
     AttentionSpec,
     QKNormGradients,
     attend_normalised_backward,
-    last_layer,
     normalised,
     project,
     project_kept,
@@ -139,10 +138,6 @@ def attention_saved(
     return saved._replace(q=take_head_rows(q, rows), k=take_head_rows(k, kv_rows), v=take_head_rows(v, kv_rows))
 
 
-def attention_weights(p: AttentionParams) -> AttentionWeights:
-    return AttentionWeights(p.qkv_weight, p.qkv_bias, p.proj_weight)
-
-
 def attention_columns(p: AttentionParams) -> int:
     """Of the totals of the branch: "attention_output", "attention_qkv", "attention_norm_weight", "…_norm_bias"."""
     width, channels = p.qkv_weight.shape
@@ -228,7 +223,9 @@ def attention_gradients(
     products: AttentionProducts, totals: dict[str, Tensor], p: AttentionParams, needs: Needs
 ) -> AttentionParams:
     """The parameters' gradients, before their precision and scale."""
-    last = last_layer_gradients(products.last, totals["attention_output"], last_layer(p), last_layer(needs))
+    last = last_layer_gradients(
+        products.last, totals["attention_output"], p.proj_weight, p.proj_bias, p.scale, needs.proj_weight, needs.scale
+    )
     return AttentionParams(
         norm_weight=totals["attention_norm_weight"],
         norm_bias=totals["attention_norm_bias"],
@@ -287,7 +284,7 @@ class _AttentionBranch(torch.autograd.Function):
         kept_p, kept_spec = (p, spec) if heads is None else select_heads(p, spec, heads)
         steps = device_of(saved.x).steps(saved.x, attention_columns(kept_p))
         kept_dy = steps.cotangent(dy, saved.rows, factor, p.scale, shape[0], dtype, total="attention_output")
-        cast_weights = AttentionWeights(*steps.cast(dtype, *attention_weights(kept_p)))
+        cast_weights = AttentionWeights(*steps.cast(dtype, kept_p.qkv_weight, kept_p.qkv_bias, kept_p.proj_weight))
         dx, products = attention_input_backward(
             steps, kept_dy, saved, cast_weights, kept_p, kept_spec, needs,
             kept=None, base=dy, scope=ctx.scope, dtype=ctx.dtype,

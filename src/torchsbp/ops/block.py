@@ -20,7 +20,6 @@ from .attention import (
     attention_input_backward,
     attention_output,
     attention_saved,
-    attention_weights,
 )
 from .device import device_of
 from .heads import AttentionParams, AttentionSpec
@@ -38,7 +37,7 @@ from .mlp import (
     mlp_weights,
 )
 from .named import split
-from .steps import Steps
+from .steps import Affine, Steps
 
 
 def transformer_block(
@@ -113,13 +112,14 @@ class _TransformerBlock(torch.autograd.Function):
         steps = device_of(saved.x).steps(saved.x, mlp_columns(p2) + attention_columns(p1))
 
         kept_dy = steps.cotangent(dy, rows, factor2, p2.scale, samples, dtype, total="mlp_output")
-        weights = attention_weights(p1)._replace(proj_bias=p1.proj_bias)
+        weights = AttentionWeights(p1.qkv_weight, p1.qkv_bias, p1.proj_weight, p1.proj_bias)
         weights1, weights2 = split(steps.cast(dtype, *weights, *mlp_weights(p2)), AttentionWeights, MLPWeights)
-        middle = middle_again(steps, saved, weights1, p1, spec1, factor1, p2, spec2, dy)
+        affine = mlp_norm(p2, spec2)
+        middle = middle_again(steps, saved, weights1, p1, spec1, factor1, affine, dy)
         dn, products2 = mlp_backward(steps, kept_dy, middle, h, weights2, p2, spec2, needs2)
         del kept_dy
         d_middle, kept_dy = steps.norm_backward_middle(
-            dn, middle, mlp_norm(p2, spec2), dy, rows, factor1, p1.scale, samples, dtype,
+            dn, middle, affine, dy, rows, factor1, p1.scale, samples, dtype,
             norm_total="mlp_norm", total="attention_output",
         )  # fmt: skip
         del middle, dn
@@ -144,13 +144,12 @@ def middle_again(
     p1: AttentionParams,
     spec1: AttentionSpec,
     factor1: Grad,
-    p2: MLPParams,
-    spec2: MLPSpec,
+    norm: Affine,
     dy: Tensor,
 ) -> Normed:
     """The kept rows between the branches and their norm, from what the attention branch saved; after ``dy``."""
     return steps.normalise(
-        R.flat(saved.x), mlp_norm(p2, spec2), spec2.dtype, after=dy,
+        R.flat(saved.x), norm, spec1.dtype, after=dy,
         rows=None if spec1.rule.key_rows else saved.rows,
         branch=linear(saved.o, R.after(dy, weights.proj_weight), weights.proj_bias, None),
         scale=p1.scale, factor=factor1, samples=saved.x.shape[0],

@@ -34,7 +34,7 @@ class Device:
 
     def weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """``dW = dyᵀ x`` (Eq. 3) for 2-D dy and x, in the precision of the weight."""
-        return (dy.t() @ x).to(weight.dtype)
+        return cast(dy.t() @ x, weight.dtype)
 
     def save_rows(self, x: Tensor, rows: R.Rows, dtype: torch.dtype | None = None) -> Tensor:
         """The given rows of x, ``[R, C]``, to be saved for backward in ``dtype``."""
@@ -104,14 +104,15 @@ def _prefers_cudnn(device: int) -> bool:
     return _PREFERS_CUDNN[device]
 
 
-DEVICES: dict[str, Device] = {"cpu": CPU(), "cuda": CUDA()}
-OTHER = Device()
+CPU_DEVICE, CUDA_DEVICE, OTHER_DEVICE = CPU(), CUDA(), Device()
 _substitute: Device | None = None
 
 
 def device_of(x: Tensor) -> Device:
     """The device of a tensor, or what stands in for it."""
-    return DEVICES.get(x.device.type, OTHER) if _substitute is None else _substitute
+    if _substitute is not None:
+        return _substitute
+    return CPU_DEVICE if x.is_cpu else CUDA_DEVICE if x.is_cuda else OTHER_DEVICE
 
 
 def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, need: bool) -> Grad:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import rows as R
-from .layers import Grad, LastLayer, Norm, linear, norm, norm_again, norm_backward
+from .layers import Grad, Norm, linear, norm, norm_again, norm_backward
 from .named import Needs
 from .rules import RULES, Rule
 from .sdpa import attend_backward
@@ -55,11 +55,6 @@ class QKNormGradients(NamedTuple):
     q_bias: Grad = None
     k_weight: Grad = None
     k_bias: Grad = None
-
-
-def last_layer(p: Any) -> LastLayer:
-    """The branch's output projection; p are AttentionParams, or which of them are needed."""
-    return LastLayer(p.proj_weight, p.proj_bias, p.scale)
 
 
 def project(n: Tensor, weight: Tensor, bias: Grad, heads: int, parts: int = 3) -> tuple[Tensor, ...]:

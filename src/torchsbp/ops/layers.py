@@ -46,38 +46,41 @@ def saved_dtype(x: Tensor, dtype: torch.dtype | None, recompute: bool) -> torch.
 
 
 def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return x if dtype is None else x.to(dtype)
+    return x if dtype is None or x.dtype == dtype else x.to(dtype)  # to itself takes longer than the question
 
 
 def linear(x: Tensor, weight: Tensor, bias: Grad, dtype: torch.dtype | None) -> Tensor:
     """``x Wᵀ + b``."""
+    if dtype is None:
+        return F.linear(x, weight, bias)
     return F.linear(cast(x, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype))
 
 
 class LastLayer(NamedTuple):
-    """A branch's last layer ``γ ∘ (x Wᵀ + b)``: its parameters, or their gradients, or whether these are needed."""
+    """Gradients of a branch's last layer ``γ ∘ (x Wᵀ + b)``."""
 
     weight: Any
-    bias: Any
-    scale: Any
+    bias: Grad
+    scale: Grad
 
 
-def last_layer_gradients(product: Grad, total: Tensor, layer: LastLayer, needs: LastLayer) -> LastLayer:
+def last_layer_gradients(
+    product: Grad, total: Tensor, weight: Tensor, bias: Grad, scale: Grad, needs_weight: bool, needs_scale: bool
+) -> LastLayer:
     """Gradients of (W, b, γ) from ``product = dyᵀ x`` and ``total = Σ dy``.
 
     The output of the linear layer is not needed for γ: ``dγ = rowsum(W ∘ (dyᵀ x)) + b ∘ Σ dy``, from the product that
     ``dW = γ ∘ (dyᵀ x)`` takes anyway.
     """
-    weight, bias, scale = layer
     if scale is None:
         return LastLayer(product, total, None)
     total = total.to(weight.dtype)
     dscale = None
-    if needs.scale:
+    if needs_scale:
         assert product is not None
         dscale = torch.linalg.vecdot(weight, product)
         dscale = dscale if bias is None else dscale + bias * total
-    dw = scale[:, None] * product if needs.weight and product is not None else None
+    dw = scale[:, None] * product if needs_weight and product is not None else None
     return LastLayer(dw, scale * total, dscale)
 
 
@@ -85,13 +88,12 @@ def parameter_gradients(
     grads: Sequence[Grad], params: Sequence[Grad], needs: Sequence[bool], weight_scale: float
 ) -> list[Grad]:
     """Those that are needed, in the precision of their parameters and times 1/r if ``scale="weight"``."""
-    found: list[Grad] = []
-    for grad, param, need in zip(grads, params, needs, strict=True):
-        if not need or grad is None or param is None:
-            found.append(None)
-        else:
-            found.append((grad if weight_scale == 1 else grad * weight_scale).to(param.dtype))
-    return found
+    return [
+        None
+        if not need or grad is None or param is None
+        else cast(grad if weight_scale == 1 else grad * weight_scale, param.dtype)
+        for grad, param, need in zip(grads, params, needs, strict=True)
+    ]
 
 
 def norm(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype | None = None) -> Tensor:

@@ -16,7 +16,6 @@ from .device import device_of, weight_gradient
 from .layers import (
     BackwardOptions,
     Grad,
-    LastLayer,
     Norm,
     Normed,
     autocast_dtype,
@@ -132,8 +131,9 @@ def mlp_backward(
 
 def mlp_gradients(products: MLPProducts, totals: dict[str, Tensor], p: MLPParams, needs: Needs) -> MLPParams:
     """The parameters' gradients, before their precision and scale."""
-    layer, needed = (LastLayer(t.weight2, t.bias2, t.scale) for t in (p, needs))
-    last = last_layer_gradients(products.last, totals["mlp_output"], layer, needed)
+    last = last_layer_gradients(
+        products.last, totals["mlp_output"], p.weight2, p.bias2, p.scale, needs.weight2, needs.scale
+    )
     return MLPParams(
         norm_weight=totals["mlp_norm_weight"],
         norm_bias=totals["mlp_norm_bias"],

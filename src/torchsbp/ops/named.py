@@ -15,9 +15,9 @@ def first(values: Sequence[Any], kind: type[Any]) -> tuple[Any, Sequence[Any]]:
 
 def split(values: Sequence[Any], *kinds: type[Any]) -> list[Any]:
     """All values as named tuples of these kinds, one after the other."""
-    found = []
+    found, end = [], 0
     for kind in kinds:
-        named, values = first(values, kind)
-        found.append(named)
-    assert not values, f"{len(values)} values more than {kinds} have"
+        start, end = end, end + len(kind._fields)
+        found.append(kind(*values[start:end]))
+    assert end == len(values), f"{len(values)} values, {end} names"
     return found

@@ -43,7 +43,7 @@ class Steps:
 
     def cast(self, dtype: torch.dtype, *tensors: Grad) -> list[Any]:
         """The tensors in the given precision."""
-        return [None if t is None else cast(t, dtype) for t in tensors]
+        return [t if t is None or t.dtype == dtype else t.to(dtype) for t in tensors]
 
     def cotangent(
         self, dy: Tensor, rows: R.Rows, factor: Grad, scale: Grad, samples: int, dtype: torch.dtype, *, total: str
