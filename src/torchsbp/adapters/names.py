@@ -7,8 +7,10 @@ from torch import nn
 
 
 def qualified(module: nn.Module | type) -> str:
-    """The full name of a class, or of a module's own class, patched or not."""
+    """The full name of a class, or of a module's own class, patched, sharded or neither."""
     cls = module if isinstance(module, type) else type(module)
+    if cls.__bases__ and cls.__bases__[0].__name__ == "FSDPModule":  # made by fully_shard
+        cls = cls.__bases__[1]
     cls = cls.__dict__.get("sbp_origin", cls)
     return f"{cls.__module__}.{cls.__qualname__}"
 
