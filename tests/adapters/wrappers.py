@@ -152,7 +152,7 @@ def timm_backbone(name: str, out_indices: tuple[int, ...], **options: Any) -> Ca
 STEM, PATCHES = ("stem*", "stages_0*"), ("patch_embed*", "layers_0*")
 INNER_STEM = ("model.stem*", "model.stages.0*")
 INNER_PATCHES = ("model.patch_embed*", "model.layers.0*")
-INNER_VIT = ("model.patch_embed*", "model.cls_token", "model.blocks.0*")
+INNER_VIT = ("model.patch_embed*", "model.[!b]*_*", "model.blocks.0*")
 FEATURES = ("features.0*", "features.1*")
 ENCODER = ("embeddings*", "encoder.layer.0*")
 
@@ -194,7 +194,7 @@ TIMM = {
     "vit": Wrapper(features("vit_tiny_patch16_224", **VIT), INNER_VIT),
     "vit hook": Wrapper(
         features("vit_tiny_patch16_224", feature_cls="hook", **VIT),
-        ("body.patch_embed*", "body.cls_token", "body.blocks.0*"),
+        ("body.patch_embed*", "body.[!b]*_*", "body.blocks.0*"),
     ),
     "eva": Wrapper(features("eva02_tiny_patch14_224", patch_size=16, **VIT), INNER_VIT),
     "dinov3": Wrapper(features("vit_small_patch16_dinov3", **VIT), INNER_VIT),
@@ -224,7 +224,7 @@ TORCHVISION = {
     ),
     "vit traced": Wrapper(
         traced(torchvision_vit, VIT_NODES, vision_transformer.EncoderBlock),
-        ("conv_proj*", "class_token", "encoder.layers.encoder_layer_0*"),
+        ("conv_proj*", "class_token", "encoder.pos_embedding", "encoder.layers.encoder_layer_0*"),
         (64, 64),
     ),
 }
@@ -254,7 +254,7 @@ TRANSFORMERS = {
     ),
     "timm vit": Wrapper(
         timm_backbone("vit_tiny_patch16_224", (0, 2), **{k: v for k, v in VIT.items() if k != "out_indices"}),
-        ("_backbone.model.patch_embed*", "_backbone.model.blocks.0*"),
+        ("_backbone.model.[!b]*_*", "_backbone.model.blocks.0*"),
     ),
 }
 LIBRARIES = {"timm": TIMM, "torchvision": TORCHVISION, "transformers": TRANSFORMERS}
@@ -282,21 +282,21 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "torchvision convnext traced through": (traced(torchvision_convnext, CONVNEXT_NODES), "leaf_modules"),
     "torchvision swin traced through": (traced(torchvision_swin, SWIN_NODES), "leaf_modules"),
     "torchvision vit traced through": (traced(torchvision_vit, VIT_NODES), "leaf_modules"),
-    "timm convnext fx": (features("convnext_tiny", feature_cls="fx", **SCALED), 'feature_cls="getter"'),
+    "timm convnext fx": (features("convnext_tiny", feature_cls="fx", **CONVNEXT), 'feature_cls="getter"'),
     "timm vit fx": (features("vit_tiny_patch16_224", feature_cls="fx", **VIT), 'feature_cls="getter"'),
 }
 """Backbones that are not taken, and the way out that the error names."""
 
 
 class Two(nn.Module):
-    """Two backbones for one image, the second sees it at half the size."""
+    """Two backbones, each for an image of its own."""
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
         self.first, self.second = first, second
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.first(x), self.second(x[..., ::2, ::2])], 1)
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return torch.cat([self.first(x), self.second(other)], 1)
 
 
 class Siamese(nn.Module):
