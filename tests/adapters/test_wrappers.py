@@ -8,7 +8,7 @@ import torch
 
 import torchsbp
 
-from ..families import assert_gradients, check_left_as_it_was, step
+from ..steps import assert_gradients, check_left_as_it_was, step
 from .wrappers import REFUSED, WRAPPERS, Siamese, Two, Wrapper, features
 
 RATIOS = (0.5, 0.25)

@@ -7,7 +7,7 @@ from numbers import Integral
 from torch import nn
 
 from ..adapters import ADAPTERS, Adapter, Layout, Stage
-from ..adapters.base import NAME, Description, Plain, fitting
+from ..adapters.base import NAME, Description, Plain
 from ..adapters.blocks import block_classes
 from ..adapters.names import find, qualified
 from ..config import SBPConfig
@@ -36,9 +36,10 @@ def survey(model: nn.Module, adapter: Adapter, layout: Layout, config: SBPConfig
     for index, stage in enumerate(stages):
         layers = [(name, adapter.describe(find(model, name)), name in sampled) for name in stage.blocks]
         down = find(model, stage.downsample)
-        if down is not None and adapter.downsample is not None:
-            first = bool(layers) and layers[0][2]
-            layers.insert(0, (stage.downsample, fitting(adapter.downsample, down), first))
+        if down is not None:
+            description = adapter.describe_downsample(down)
+            before_sampled = bool(layers) and layers[0][2] and not isinstance(description, Plain)
+            layers.insert(0, (stage.downsample, description, before_sampled))
         for name, description, is_sampled in layers:
             place = depth if is_sampled else None
             found.append(Found(name, find(model, name), index, description or Plain(), place, []))
