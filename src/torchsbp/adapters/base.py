@@ -139,7 +139,6 @@ class Adapter:
     def layout_for(self, model: nn.Module) -> Layout | None:
         """The layout of the model's class or of a class it derives from."""
         names = {qualified(cls) for cls in type(model).__mro__}
-        names = {qualified(cls) for cls in type(model).__mro__}
         layouts = (layout for layout in reversed(self.every_layout) if layout.model in names)
         return next((layout for layout in layouts if not layout.holds_any or self._is_in(model, layout)), None)
 

@@ -29,10 +29,10 @@ HEADLESS = ("torchvision.models._utils.IntermediateLayerGetter", "torch.nn.modul
 def stages(first: int, shrink: Shrink | None, model: nn.Module, head: str = "features.") -> list[Stage]:
     """``features`` alternates: blocks of a stage, layer into the next one, …; the first stage has this number."""
     count = len(member_names(model, head.rstrip("."))) if head else len(model._modules)
-    numbers = range(first, count, 2)
-    blocks = [member_names(model, f"{head}{i}") for i in numbers]
-    between = ["", *(f"{head}{i - 1}" for i in numbers[1:])]
-    return [Stage(its, down, shrink if down else None) for its, down in zip(blocks, between, strict=True)]
+    return [
+        Stage(member_names(model, f"{head}{i}"), *((f"{head}{i - 1}", shrink) if i > first else ()))
+        for i in range(first, count, 2)
+    ]
 
 
 def with_wrappers(layout: Layout, **traced: Any) -> tuple[Layout, ...]:

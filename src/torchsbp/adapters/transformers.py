@@ -275,9 +275,7 @@ VITPOSE = transformer(
 CONVNEXT = convnext(
     "ConvNeXt",
     family("convnext", "ConvNext"),
-    ConvBlock(
-        conv="dwconv", norm="layernorm", fc1="pwconv1", act="act", fc2="pwconv2", scale="layer_scale_parameter"
-    ),
+    ConvBlock(conv="dwconv", norm="layernorm", fc1="pwconv1", act="act", fc2="pwconv2", scale="layer_scale_parameter"),
 )
 CONVNEXT_V2 = convnext(
     "ConvNeXt v2",
