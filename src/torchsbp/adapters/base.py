@@ -101,8 +101,9 @@ def _idle_dropout(part: Any) -> bool:
 
 def shares_inputs(module: nn.Module) -> bool:
     """Whether it is a convolution with kernel > stride: kept outputs have no inputs of their own then."""
-    is_conv = isinstance(module, nn.Conv2d)
-    return is_conv and any(k > s for k, s in zip(module.kernel_size, module.stride, strict=True))
+    if not isinstance(module, nn.Conv2d):
+        return False
+    return any(k > s for k, s in zip(module.kernel_size, module.stride, strict=True))
 
 
 Descriptions = Description | tuple[Description, ...]

@@ -62,6 +62,7 @@ FEATURES_ONLY = ("timm.models._features.FeatureDictNet", "timm.models._features.
 
 def with_features(layout: Layout) -> tuple[Layout, ...]:
     """The same behind ``features_only=True``, which flattens the first level: ``stem.0`` is ``stem_0``."""
+    assert isinstance(layout.entry, str)
     flat = replace(layout, entry=partial(last_of, layout.entry), holds_any=True)
     return layout, *(replace(flat, model=model) for model in FEATURES_ONLY)
 

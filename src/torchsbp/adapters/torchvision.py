@@ -8,46 +8,31 @@ from torch import nn
 
 from . import windowed as W
 from .base import Adapter
-from .layouts import (
-    Grid,
-    Layout,
-    Shrink,
-    Stage,
-    channels_last_grid,
-    early_stages,
-    halved,
-    member_names,
-    output_grid,
-)
+from .layouts import Grid, Layout, Shrink, Stage, channels_last_grid, early_stages, halved, member_names, output_grid
 from .lean import LINEARS, ConvBlock, Downsample, TransformerBlock
 from .windowed import Windowed
 
 TRACED = "torchvision.models.feature_extraction.DualGraphModule"
-HEADLESS = ("torchvision.models._utils.IntermediateLayerGetter", "torch.nn.modules.container.Sequential")
+FEATURES = ("torchvision.models._utils.IntermediateLayerGetter", "torch.nn.modules.container.Sequential")
 
 
 def stages(first: int, shrink: Shrink | None, model: nn.Module, head: str = "features.") -> list[Stage]:
     """``features`` alternates: blocks of a stage, layer into the next one, …; the first stage has this number."""
-    count = len(member_names(model, head.rstrip("."))) if head else len(model._modules)
-    return [
-        Stage(member_names(model, f"{head}{i}"), *((f"{head}{i - 1}", shrink) if i > first else ()))
-        for i in range(first, count, 2)
-    ]
+    count, found = len(member_names(model, head.rstrip(".")) if head else model._modules), []
+    for i in range(first, count, 2):
+        blocks = member_names(model, f"{head}{i}")
+        found.append(Stage(blocks, f"{head}{i - 1}", shrink) if i > first else Stage(blocks))
+    return found
 
 
 def with_wrappers(layout: Layout, **traced: Any) -> tuple[Layout, ...]:
     """The same in a feature extractor, with what differs there, and in ``model.features`` on its own: as it is, or as
     the body of a detector."""
-    assert isinstance(layout.entry, str)
-    assert callable(layout.stages)
-    headless = replace(
-        layout,
-        entry=layout.entry.removeprefix("features."),
-        stages=partial(layout.stages, head=""),
-        holds_any=True,
-    )
+    entry: Any = layout.entry
+    stages: Any = layout.stages
     extractor = replace(layout, model=TRACED, holds_any=True, **traced)
-    return layout, extractor, *(replace(headless, model=model) for model in HEADLESS)
+    bare = replace(layout, entry=entry.removeprefix("features."), stages=partial(stages, head=""), holds_any=True)
+    return layout, extractor, *(replace(bare, model=model) for model in FEATURES)
 
 
 VIT_LAYOUT = Layout(

@@ -157,7 +157,7 @@ def install_gate(block: nn.Module, gate: GateLike, description: Any, scope: str)
 
 
 class CallGates:
-    """The gates of a module, one for each of its calls; None where it ran unsampled, in eval mode or without gradients."""
+    """The gates of a module, one for each of its calls; None where it was not sampled: eval mode, no gradients."""
 
     def __init__(self) -> None:
         self.calls: deque[Gate | None] = deque()

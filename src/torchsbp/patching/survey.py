@@ -38,9 +38,9 @@ def survey(model: nn.Module, adapter: Adapter, layout: Layout, config: SBPConfig
         layers = [(name, adapter.describe(find(model, name)), name in sampled) for name in stage.blocks]
         down = find(model, stage.downsample)
         if down is not None:
-            description = adapter.describe_downsample(down)
-            before_sampled = bool(layers) and layers[0][2] and not isinstance(description, Plain)
-            layers.insert(0, (stage.downsample, description, before_sampled))
+            between = adapter.describe_downsample(down)
+            is_sampled = bool(layers) and layers[0][2] and not isinstance(between, Plain)
+            layers.insert(0, (stage.downsample, between, is_sampled))
         for name, description, is_sampled in layers:
             place = depth if is_sampled else None
             found.append(Found(name, find(model, name), index, description or Plain(), place, []))

@@ -47,8 +47,7 @@ class Forward(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A training forward that may not have seen its backward: the number of autograd's nodes before its blocks, and what
-    to draw again."""
+    """A training forward whose backward may come: how many nodes autograd had made when its blocks began."""
 
     nodes: int
     forward: Forward
@@ -199,9 +198,9 @@ class Masks:
         return drawn.sites[site]
 
     def of_this_call(self) -> Drawn:
-        """What was drawn in the last forward; in a backward that repeats a part of an earlier one, what was drawn there.
+        """What was drawn in the last forward; where backward repeats a block of an earlier one, what was drawn there.
 
-        Autograd numbers its nodes as it makes them: the node that is repeated tells between which forwards it was made.
+        Autograd numbers its nodes: that of the node which runs now tells in which forward it was made.
         """
         if self.drawn is None or self.pending is not None:
             self.draw()
