@@ -16,7 +16,7 @@ from torchvision.models.detection.backbone_utils import BackboneWithFPN
 from torchvision.models.feature_extraction import create_feature_extractor
 from transformers.models.maskformer.modeling_maskformer_swin import MaskFormerSwinBackbone
 
-CONVNEXT = {"depths": (1, 1, 3, 1), "dims": (8, 12, 16, 20)}
+CONVNEXT = {"depths": (1, 1, 2, 1), "dims": (8, 12, 16, 20)}
 SCALED = CONVNEXT | {"ls_init_value": 0.5, "drop_path_rate": 0.2}
 SWIN = {"img_size": (64, 96), "window_size": 4, "embed_dim": 12, "depths": (2, 2), "num_heads": (2, 3)}
 SWIN |= {"out_indices": (0, 1)}
@@ -27,7 +27,7 @@ VIT = {"img_size": (64, 96), "depth": 3, "embed_dim": 24, "num_heads": 3, "out_i
 
 HF_VIT = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "image_size": 64, "patch_size": 16}
 HF_VIT |= {"out_features": ["stage1", "stage3"]}
-HF_CONVNEXT = {"hidden_sizes": [8, 12, 16, 20], "depths": [1, 1, 3, 1], "drop_path_rate": 0.2}
+HF_CONVNEXT = {"hidden_sizes": [8, 12, 16, 20], "depths": [1, 1, 2, 1], "drop_path_rate": 0.2}
 HF_CONVNEXT |= {"out_features": ["stem", "stage1", "stage2", "stage3", "stage4"]}
 HF_SWIN = {"image_size": 64, "window_size": 4, "embed_dim": 12, "depths": [2, 2], "num_heads": [2, 3]}
 HF_SWIN |= {"out_features": ["stage1", "stage2"]}
@@ -92,7 +92,7 @@ def features(name: str, **options: Any) -> Callable[[], nn.Module]:
 
 def torchvision_convnext() -> nn.Module:
     config = convnext.CNBlockConfig
-    blocks = [config(8, 12, 1), config(12, 16, 1), config(16, 20, 3), config(20, None, 1)]
+    blocks = [config(8, 12, 1), config(12, 16, 1), config(16, 20, 2), config(20, None, 1)]
     return convnext.ConvNeXt(blocks, num_classes=5, layer_scale=0.5, stochastic_depth_prob=0.2)
 
 
@@ -240,9 +240,19 @@ TRANSFORMERS = {
     "dinov2": Wrapper(backbone("Dinov2Backbone", **HF_VIT), ENCODER, (64, 64)),
     "dinov2 with registers": Wrapper(backbone("Dinov2WithRegistersBackbone", **HF_VIT), ENCODER, (64, 64)),
     "dinov3": Wrapper(backbone("DINOv3ViTBackbone", **HF_VIT), ("embeddings*", "model.layer.0*"), (64, 64)),
+    "vitpose": Wrapper(
+        backbone("VitPoseBackbone", **HF_VIT | {"image_size": [64, 96], "patch_size": [16, 16]}), ENCODER
+    ),
     "beit": Wrapper(
         backbone("BeitBackbone", use_relative_position_bias=True, **HF_VIT),
         ("beit.embeddings*", "beit.layers.0*"),
+        (64, 64),
+    ),
+    "convnext v2 model": Wrapper(backbone("ConvNextV2Model", **HF_CONVNEXT), ("embeddings*", "encoder.stages.0*")),
+    "dinov3 convnext model": Wrapper(backbone("DINOv3ConvNextModel", **HF_CONVNEXT), ("model.stages.0*",)),
+    "beit model": Wrapper(
+        backbone("BeitModel", use_shared_relative_position_bias=True, **HF_VIT),
+        ("embeddings*", "layers.0*"),
         (64, 64),
     ),
     "timm convnext": Wrapper(
