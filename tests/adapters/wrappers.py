@@ -21,7 +21,7 @@ SCALED = CONVNEXT | {"ls_init_value": 0.5, "drop_path_rate": 0.2}
 SWIN = {"img_size": (64, 96), "window_size": 4, "embed_dim": 12, "depths": (2, 2), "num_heads": (2, 3)}
 SWIN |= {"out_indices": (0, 1)}
 ANY_SIZE = {"window_size": 5, "strict_img_size": False, "always_partition": True}
-HYBRID = {"img_size": (64, 96), "depths": (1, 1, 2, 1), "embed_dim": (16, 16, 16, 16), "stem_width": 16}
+HYBRID = {"img_size": (64, 96), "depths": (1, 1, 1, 1), "embed_dim": (16, 16, 16, 16), "stem_width": 16}
 HYBRID |= {"transformer_dim_head": 8}
 VIT = {"img_size": (64, 96), "depth": 3, "embed_dim": 24, "num_heads": 3, "out_indices": (0, 2)}
 
