@@ -96,7 +96,7 @@ def ratio(error: Tensor, size: Tensor) -> Tensor:
 
 
 def record_gates(patched: nn.Module) -> Gates:
-    """Fills itself as the patched model runs: with the positions that a sampled module keeps, call after call."""
+    """Fills itself as the patched model runs: with what each sampled module keeps, call after call."""
     gates: Gates = {}
     for entry, module in patched_entries(patched):
         entry.masks.drawn = None
@@ -107,13 +107,17 @@ def record_gates(patched: nn.Module) -> Gates:
     return gates
 
 
-def install_gates(twin: nn.Module, patched: nn.Module, gates: Gates) -> None:
-    """Gate the sampled modules of the unpatched model at the positions that the patched one has kept."""
-    for entry, _ in patched_entries(patched):
-        for sampled in entry.sampled:
-            module, its = twin.get_submodule(entry.prefix + sampled.name), gates[entry.prefix + sampled.name]
-            last_of(module).register_forward_pre_hook(its.begin)
-            install_gate(module, its, sampled.description, entry.config.scope)
+def install_gates(twin: nn.Module, patched: nn.Module, gates: Gates | None = None) -> None:
+    """Gate the sampled modules of the unpatched model at the positions that the patched one has kept: call by call as
+    recorded, or as in its last call."""
+    for entry, module in patched_entries(patched):
+        for index, sampled in enumerate(entry.sampled):
+            name = entry.prefix + sampled.name
+            block = twin.get_submodule(name)
+            if gates is not None:
+                last_of(block).register_forward_pre_hook(gates[name].begin)
+            gate = gates[name] if gates is not None else Gate.of(entry.masks, index, entry.step(module).device)
+            install_gate(block, gate, sampled.description, entry.config.scope)
 
 
 def last_of(block: nn.Module) -> nn.Module:

@@ -38,12 +38,12 @@ class Kept(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """A training forward: its batch, the grid of every stage, the step counter, and the keep-ratio of every site."""
+    """A training forward: its batch, the grid of every stage, the keep-ratio of every site, and the step counter."""
 
     batch: int
     grids: tuple[Grid, ...]
+    ratios: tuple[float, ...] | None
     step: Tensor
-    ratios: tuple[float, ...] = ()
 
 
 class Call(NamedTuple):
@@ -92,37 +92,39 @@ class Masks:
             for shrink in shrinks:
                 grid = shrink(grid)
             grids.append(grid)
-        self.pending = Forward(batch, tuple(grids), step)
-        if not torch.is_grad_enabled():
-            self.calls.clear()  # masks that are drawn late can't be told by their place in autograd's graph
-            return
-        forward = self.draw()
+        self.pending = forward = Forward(batch, tuple(grids), self.ratios, step)
+        if torch.is_grad_enabled():
+            self.draw()
         if not torch.compiler.is_compiling():
-            self.calls.append(Call(torch._C._autograd._get_sequence_nr(), forward))
+            self._remember(forward)
 
-    def draw(self) -> Forward:
+    def _remember(self, forward: Forward) -> None:
+        if torch.is_grad_enabled():
+            self.calls.append(Call(torch._C._autograd._get_sequence_nr(), forward))
+        else:  # drawn later, perhaps in a backward: the nodes of these blocks do not tell
+            self.calls.clear()
+
+    def draw(self) -> None:
         """Sample what every site keeps from (seed, step, rank), and count the step."""
         if self.pending is None:
             raise RuntimeError(
                 "a sampled block ran before the model's patch embedding or stem: SBP learns the image size there. "
                 "Call the model (or its forward_features), not its blocks alone."
             )
-        if self.ratios is None:
+        if self.pending.ratios is None:
             raise RuntimeError(
                 "keep_ratio is a schedule over training: call torchsbp.set_step(model, step) before each step"
             )
         self.drawn = None  # an error below leaves no rows of another grid behind
-        batch, grids, step, _ = self.pending
-        forward = Forward(batch, grids, step, self.ratios)
-        self.drawn = self._draw(forward)
-        forward.step.add_(1)
+        self.drawn = self._draw(self.pending)
+        self.pending.step.add_(1)
         self.pending = None
-        return forward
 
     def _draw(self, forward: Forward) -> Drawn:
+        assert forward.ratios is not None
         samples = forward.batch if self.per_sample else 1
         key = samplers.draw_key(self.seed, forward.step, _rank(), samples)
-        order = self._order(forward, key, samples)
+        order = self._order(self._coarsest(forward), forward.ratios, key, samples)
         same: dict[tuple[int, float, Partition | None], Kept] = {}  # stage, ratio and windows decide about rows
         sites = []
         for site, ratio in zip(self.sites, forward.ratios, strict=True):
@@ -134,10 +136,9 @@ class Masks:
             sites.append(Kept(rows, inverse, self._heads(site.heads, ratio, key), cut))
         return Drawn(forward.batch, forward.grids, tuple(sites))
 
-    def _order(self, forward: Forward, key: Tensor, samples: int) -> Tensor:
+    def _order(self, coarse: Grid, ratios: tuple[float, ...], key: Tensor, samples: int) -> Tensor:
         """All positions of the coarsest grid, those to keep first."""
-        coarse = self._coarsest(forward)
-        order = samplers.resolve(self.sampler)(coarse, forward.ratios, key)
+        order = samplers.resolve(self.sampler)(coarse, ratios, key)
         if tuple(order.shape) != (samples, math.prod(coarse)) or order.dtype != torch.int64:
             raise UsageError(
                 f"the sampler must give an int64 order of shape {(samples, math.prod(coarse))}, all positions of the "
@@ -150,6 +151,7 @@ class Masks:
     ) -> Kept:
         if ratio == 1:
             return Kept()
+        assert forward.ratios is not None
         fine, coarse, cut = forward.grids[stage], self._coarsest(forward), None
         order = samplers.enlarge(order, coarse, fine)
         counts = {
@@ -209,8 +211,8 @@ class Masks:
         later = 0 if node is None else sum(call.nodes > node._sequence_nr() for call in self.calls)
         if later in (0, len(self.calls)):
             return self.drawn
-        batch, grids, step, ratios = self.calls[-1 - later].forward
-        return self._draw(Forward(batch, grids, step - later - 1, ratios))
+        batch, grids, ratios, step = self.calls[-1 - later].forward
+        return self._draw(Forward(batch, grids, ratios, step - later - 1))
 
     def positions_kept(self, drawn: Drawn, site: int, device: torch.device) -> Tensor:
         """What a site has kept in that forward, ``[B, k]``, ascending; prefix tokens come first."""
