@@ -2,17 +2,21 @@
 
 import copy
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import torchsbp
+from torchsbp import adapters
 
 from ..steps import assert_gradients, check_left_as_it_was, gradients_of, step
 from .wrappers import REFUSED, WRAPPERS, Siamese, Two, Wrapper, features, torchvision_convnext
 
 RATIOS = (0.5, 0.25)
+LEVELS = ("0.blocks.0", "1.downsample", "1.blocks.0", "2.downsample", "2.blocks.0")
 ANY_SIZE = ("timm convnext", "timm swin padded", "torchvision swin layers", "torchvision convnext traced")
 ANY_SIZE += ("transformers convnext", "transformers swin v2")
 ONE_OF_EACH = ("timm convnext", "timm swin hook", "timm coatnet getter", "timm eva", "transformers swin v2")
@@ -277,3 +281,15 @@ def test_a_backbone_with_two_names_is_one():
     torchsbp.apply(model, keep_ratio=0.5)
     model(x, x)
     assert all(site.startswith("first.") for site in torchsbp.kept(model))
+
+
+def test_the_wrapper_on_the_page_is_described_as_it_says(monkeypatch):
+    monkeypatch.setattr(adapters, "ADAPTERS", list(adapters.ADAPTERS))
+    page = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text()
+    names: dict = {"__name__": "page"}
+    for code in re.findall(r"```python\n(.*?)```", page, re.S):
+        exec(code, names)
+    model = torchsbp.apply(names["Pyramid"](), keep_ratio=0.5)
+    model(torch.randn(2, 3, 64, 96))
+    assert list(torchsbp.kept(model)) == [f"levels.{name}" for name in LEVELS]
+    assert len(pickle.dumps(model.bottom.sbp.layout)) < 200  # by name
