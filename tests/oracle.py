@@ -65,23 +65,22 @@ def install_rule(twin: nn.Module, patched: nn.Module) -> None:
                 gate_heads(block, gate, parts, config.scope, drawn.heads)
             else:
                 install_gate(block, gate, parts, config.scope)
-                if hasattr(parts, "heads"):
-                    block.forward = attending(block, gate if config.attention == "qkv" else None)
+                gate_attention(block, gate if config.attention == "qkv" else None)
 
 
-def attending(block: nn.Module, gate: Gate | None, silent: Tensor | None = None) -> Callable[..., Any]:
-    """The block's own forward with attention written out."""
+def gate_attention(block: nn.Module, gate: Gate | None) -> None:
+    """Rule "query" needs no more than gated rows; "qkv" gates scores and values too."""
     own = block.forward
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with written_out(None if gate is None else gate.mask(x).mT, silent):
+        with written_out(keep=None if gate is None else gate.mask(x).mT):
             return own(x, *args, **kwargs)
 
-    return forward
+    block.forward = forward
 
 
 @contextmanager
-def written_out(keep: Tensor | None, silent: Tensor | None) -> Iterator[None]:
+def written_out(keep: Tensor | None = None, silent: Tensor | None = None) -> Iterator[None]:
     """The libraries call F.scaled_dot_product_attention: here with scores and values gated where rows ``keep [B, 1, N]``
     are given, and some heads silenced."""
 
@@ -105,28 +104,20 @@ def gate_heads(block: nn.Module, gate: Gate, parts: Any, scope: str, heads: Tens
 
     A first run with the other heads silenced gives what the kept ones contribute at the end of the attention branch.
     """
-    own, end = attending(block, None), attention_end(block, parts)
+    own, end, n = block.forward, attention_end(block, parts), int(find(block, parts.heads))
+    dropped = [h for h in range(n) if heads is not None and h not in heads]
+    silent = torch.tensor(dropped, dtype=torch.long, device=gate.positions.device)
     middle: list[Tensor] = []
     find(block, parts.norm2).register_forward_pre_hook(lambda module, args: middle.append(args[0]))
 
-    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if heads is None:
-            y = own(x, *args, **kwargs)
-        else:
-            silent = torch.tensor([h for h in range(int(find(block, parts.heads))) if h not in heads], device=x.device)
-            contributed: list[Tensor] = []
-            with hooked(end, lambda y: contributed.append(y)), torch.random.fork_rng():
-                silenced(x, *args, silent=silent, **kwargs)
-            (kept,) = contributed
-            with hooked(end, lambda y: kept + (y - kept).detach()):
-                y = own(x, *args, **kwargs)
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        contributed: list[Tensor] = []
+        with torch.random.fork_rng(), written_out(silent=silent), hooked(end, contributed.append):
+            own(*args, **kwargs)
+        (kept,) = contributed
+        with written_out(), hooked(end, lambda y: kept + (y - kept).detach()):
+            y = own(*args, **kwargs)
         return gate(y, middle[-1] if scope == "branch" else None)
-
-    plain = block.forward
-
-    def silenced(*args: Any, silent: Tensor, **kwargs: Any) -> None:
-        with written_out(None, silent):
-            plain(*args, **kwargs)
 
     block.forward = forward
 
