@@ -9,7 +9,6 @@ from typing import Any
 import timm
 import torch
 import torchvision
-import transformers
 from timm.layers import GatedMlp, SwiGLU, SwiGLUPacked
 from timm.models import mlp_mixer
 from timm.models import vision_transformer as vit
@@ -51,7 +50,7 @@ class Tiny:
     def model(self, drop_path: float | None = None, **options: Any) -> nn.Module:
         """The same, as a function to scores."""
         model = self.bare(drop_path, **options)
-        return Scores(model) if isinstance(model, transformers.PreTrainedModel) else model
+        return Scores(model) if type(model).__module__.startswith("transformers.") else model
 
     def images(self, batch: int = 2, size: tuple[int, ...] | None = None) -> Tensor:
         size = size or self.shape[-2:]
@@ -105,9 +104,10 @@ def of_timm(name: str, **sizes: Any) -> Callable[..., nn.Module]:
 
 
 def of_transformers(cls: str, **sizes: Any) -> Callable[..., nn.Module]:
-    kind = getattr(transformers, cls)
-
     def build(**options: Any) -> nn.Module:
+        import transformers  # here: its classes take seconds to import, in every process that a test starts
+
+        kind = getattr(transformers, cls)
         return kind._from_config(kind.config_class(**sizes | options))
 
     return build

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 
 import torchsbp
@@ -52,7 +51,7 @@ def check_rule(model: nn.Module, config: SBPConfig, x: Tensor) -> Gradients:
 def install_rule(twin: nn.Module, patched: nn.Module) -> None:
     """Gate rows of the sampled blocks of an unpatched model, and their attention by the rule of the patched one."""
     for module in twin.modules():
-        if isinstance(module, transformers.PreTrainedModel):
+        if hasattr(module, "set_attn_implementation"):
             module.set_attn_implementation("sdpa")  # also where the patched one's is eager
     positions = torchsbp.kept(patched)
     for entry, _ in entries(patched):
