@@ -42,7 +42,7 @@ class Tiny:
     same_bits: bool = True
 
     def bare(self, drop_path: float | None = None, **options: Any) -> nn.Module:
-        """The library's own model: float64, in training, nothing at its initial zero or 1e-6, where errors would hide."""
+        """The library's own model: float64, in training, nothing at its initial zero, where errors would hide."""
         if drop_path is not None and self.drop_path:
             options[self.drop_path] = drop_path
         return randomized(self.build, **options)

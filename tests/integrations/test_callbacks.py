@@ -14,9 +14,10 @@ from torch import Tensor, nn
 import torchsbp
 from torchsbp import SBPConfig, schedules
 
-from .families import FAMILIES, assert_gradients, entry_of, images
+from ..models import LEAN, images
+from ..steps import assert_gradients, entry_of
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIG = SBPConfig(keep_ratio=schedules.Milestones(((0, 0.25), (3, 0.5))), sampler="random")
 EPOCHS, STEPS, ACCUMULATE, BATCH = 2, 4, 2, 2  # an epoch is two optimizer steps of two batches
 
@@ -32,7 +33,7 @@ def samples() -> list[tuple[Tensor, int]]:
 
 
 def plain() -> nn.Module:
-    return FAMILIES["vit"].model()
+    return LEAN["vit"].model()
 
 
 def by_hand() -> nn.Module:

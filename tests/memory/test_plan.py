@@ -12,12 +12,11 @@ from torch import nn
 
 import torchsbp
 from torchsbp import SBPConfig
-from torchsbp.memory import DoesNotFitError, largest_batch
-from torchsbp.memory.estimating import describe
-from torchsbp.memory.planning import Candidate, largest_within, levels
+from torchsbp.memory.estimate import describe
+from torchsbp.memory.plan import Candidate, DoesNotFitError, largest_batch, largest_within, levels
 from torchsbp.memory.sizes import mib, parse_size
 
-from .families import tiny_convnext, tiny_vit
+from ..models import tiny_convnext, tiny_vit
 
 SHAPE = (64, 3, 64, 96)
 GIB = 2**30

@@ -101,7 +101,11 @@ def saved(name: str, depth: int, blocks: list[str]) -> int:
     "name, blocks, numbers",
     [
         ("coatnet", ["stages.2.*"], 24 * 32),  # the input of the block
-        ("convnext v2", ["stages.2.*"], 24 * 16 + 12 * 16 + 64),  # that of its convolution, kept rows of the output, a statistic
+        (
+            "convnext v2",
+            ["stages.2.*"],
+            24 * 16 + 12 * 16 + 64,
+        ),  # that of its convolution, kept rows of the output, a statistic
         ("convnext simple norm", ["stages.2.*"], 24 * 16 + 12 * 16),
     ],
 )
@@ -109,7 +113,9 @@ def test_one_more_block_saves_what_the_docs_say(name, blocks, numbers):
     assert saved(name, 3, blocks) - saved(name, 2, blocks) == 8 * 2 * numbers
 
 
-@pytest.mark.parametrize("name", ["coatnet relative mlp", "maxxvit relative mlp", "convnext v2", "convnext simple norm"])
+@pytest.mark.parametrize(
+    "name", ["coatnet relative mlp", "maxxvit relative mlp", "convnext v2", "convnext simple norm"]
+)
 def test_copies_train_their_own_weights(name):
     check_copies(torchsbp.apply(MODELS[name].model(drop_path=0.5), keep_ratio=0.5), images(2))
 

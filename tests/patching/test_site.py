@@ -129,7 +129,9 @@ def test_parts_named_like_everything_of_ours_evaluate_copy_and_are_left_as_they_
 @pytest.mark.parametrize("i", [0, 1], ids=["parameter", "module"])
 def test_the_one_name_that_is_taken_is_refused(i):
     model = build(["a", "sbp"] if i else ["sbp"])
-    with pytest.raises(ValueError, match=r"layers.0: a part of it is called 'sbp', the name that torchsbp uses; rename"):
+    with pytest.raises(
+        ValueError, match=r"layers.0: a part of it is called 'sbp', the name that torchsbp needs; rename"
+    ):
         torchsbp.apply(model)
     assert not any(isinstance(m, site.Site) for m in model.modules())
     assert isinstance(model.layers[0].sbp, nn.Module | nn.Parameter)

@@ -58,7 +58,9 @@ def test_default_blocks_of_video_and_whole_frames():
     assert frames.shape[1] == 1
 
 
-@pytest.mark.parametrize("name", ["swin, padded", "torchvision swin v2, padded", "video swin, padded", "transformers swin, padded"])
+@pytest.mark.parametrize(
+    "name", ["swin, padded", "torchvision swin v2, padded", "video swin, padded", "transformers swin, padded"]
+)
 def test_image_sizes_may_change(name):
     family = WINDOWS[name]
     model = torchsbp.apply(family.model(), keep_ratio=0.5)
@@ -175,7 +177,11 @@ def test_estimate_counts_what_is_saved(recompute):
         ("swin v2", {"attn_drop_rate": 0.1}, r"attn.attn_drop is Dropout\(p=0.1\), which is not supported"),
         ("torchvision swin", {"attention_dropout": 0.1}, r"attn.attention_dropout is 0.1, which is not supported"),
         ("video swin", {"dropout": 0.1}, r"attn.dropout is 0.1, which is not supported"),
-        ("transformers swin", {"attention_probs_dropout_prob": 0.1}, r"attention.attention_dropout is 0.1, which is not"),
+        (
+            "transformers swin",
+            {"attention_probs_dropout_prob": 0.1},
+            r"attention.attention_dropout is 0.1, which is not",
+        ),
         ("transformers swin v2", {"hidden_dropout_prob": 0.1}, r"output.dropout is Dropout\(p=0.1\), which is not"),
     ],
 )

@@ -111,5 +111,7 @@ def test_timm_partitions_alike():
     x = torch.randn(2, 8, 12, 3)
     partition = Partition((8, 12), (4, 3), (2, 1), False)
     expected = window_partition(x.roll((-2, -1), (1, 2)), (4, 3)).flatten(1, 2)
-    found = torch.zeros(2, 96, 3).index_copy(1, first_in_each(order_of(partition), partition, 0.5)[1].slot_of_row, x.flatten(1, 2))
+    found = torch.zeros(2, 96, 3).index_copy(
+        1, first_in_each(order_of(partition), partition, 0.5)[1].slot_of_row, x.flatten(1, 2)
+    )
     assert torch.equal(found.view(-1, 12, 3), expected)
