@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import torchsbp
 from torchsbp import SBPConfig, schedules
+from torchsbp.patching.site import Site
 
 from ..models import LEAN, images
 from ..steps import assert_gradients, entry_of
@@ -143,7 +144,7 @@ def test_lightning_patches_a_named_part_before_the_strategy_wraps_it(lightning, 
     torch.distributed.destroy_process_group()
     assert isinstance(seen["wrapper"], nn.parallel.DistributedDataParallel)
     assert seen["student"] is module.model.student.patch_embed
-    assert not any(isinstance(m, torchsbp.sites.Site) for m in module.model.teacher.modules())
+    assert not any(isinstance(m, Site) for m in module.model.teacher.modules())
     assert_same_weights(module.model.student, by_hand())
 
 
