@@ -80,8 +80,8 @@ def gate_attention(block: nn.Module, gate: Gate | None) -> None:
 
 @contextmanager
 def written_out(keep: Tensor | None = None, silent: Tensor | None = None) -> Iterator[None]:
-    """F.scaled_dot_product_attention, which the libraries call, with scores and values gated at the rows ``keep``, which
-    is ``[B, 1, N]``, and some heads silenced."""
+    """F.scaled_dot_product_attention, which the libraries call, with scores and values gated at the rows ``keep``
+    (``[B, 1, N]``), and some heads silenced."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) -> Tensor:
         m = q @ k.mT * q.shape[-1] ** -0.5

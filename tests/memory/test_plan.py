@@ -198,7 +198,7 @@ def test_models_on_the_meta_device_are_planned():
 
 
 def test_the_benchmark_compares_what_the_issue_asks_for(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     bench = importlib.import_module("memory")
     args = SimpleNamespace(models=list(bench.BATCHES), batch=None, device="cpu", memory=["8GiB", "1GiB"], batches=[256])
     args.parts = ["peak", "plan"]

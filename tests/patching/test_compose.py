@@ -78,6 +78,7 @@ def no_recompilation():
     torch._dynamo.reset()
 
 
+FEWER = {"vit": {"depth": 2}, "convnext": {"depths": (1, 1, 1, 1)}}  # blocks to compile: a sampled and an exact one
 COMPILED = [
     ("vit", {}),
     ("vit", {"attention": "qkv", "per_sample": True, "sampler": "random"}),
@@ -99,7 +100,7 @@ def test_inductor(name, no_recompilation):
 
 
 def check_compiled(name: str, options: dict, backend: str, steps: int) -> None:
-    eager = torchsbp.apply(LEAN[name].model(), keep_ratio=0.5, **options)
+    eager = torchsbp.apply(LEAN[name].model(**FEWER[name]), keep_ratio=0.5, **options)
     model = copy.deepcopy(eager)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     seen = set()
@@ -126,7 +127,7 @@ def check_compiled(name: str, options: dict, backend: str, steps: int) -> None:
 
 def test_compiled_convnext_with_changing_image_sizes():
     torch._dynamo.reset()
-    eager = torchsbp.apply(LEAN["convnext"].model(), keep_ratio=0.5)
+    eager = torchsbp.apply(LEAN["convnext"].model(**FEWER["convnext"]), keep_ratio=0.5)
     model = copy.deepcopy(eager)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for size in ((64, 96), (96, 64), (64, 128)):
