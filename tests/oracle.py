@@ -1,58 +1,93 @@
-"""The oracle: the model library's own forward with ``gate`` inserted at the rows the patched model kept."""
+"""The oracle: a patched model against its unpatched twin, the library's own forward, gated at what was kept."""
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchsbp
-from torchsbp.ops.reference import drop_qkv, gate, mask
+from torchsbp import SBPConfig
+from torchsbp.adapters.names import find
+from torchsbp.patching.check import Gate, install_gate, install_gates
+from torchsbp.patching.entry import entries
+
+from .steps import Gradients, assert_gradients, step
+
+Install = Callable[[nn.Module, nn.Module], None]
 
 
-def rows_of(positions: Tensor, n: int) -> Tensor:
-    """``kept`` positions [B, k] as flat rows."""
-    return (positions + n * torch.arange(positions.shape[0], device=positions.device)[:, None]).flatten()
+def check_definition(
+    model: nn.Module, config: SBPConfig, x: Tensor, install: Install = install_gates
+) -> tuple[nn.Module, Gradients]:
+    """Patched here, the model has output, buffers and gradients of its plain copy, gated by ``install(plain, model)``:
+    that copy, and the gradients."""
+    plain = copy.deepcopy(model)
+    torchsbp.apply(model, config=config)
+    return plain, check_step(model, plain, x, install)
 
 
-def gate_map(y: Tensor, positions: Tensor) -> Tensor:
-    """``gate`` on ``[B, C, H, W]``."""
-    y = y.permute(0, 2, 3, 1)
-    return gate(y, rows_of(positions, y.shape[1] * y.shape[2])).permute(0, 3, 1, 2)
+def check_step(model: nn.Module, plain: nn.Module, x: Tensor, install: Install = install_gates) -> Gradients:
+    """The same for a patched model and a plain one, which is gated here."""
+    y, gradients = step(model, x)
+    install(plain, model)
+    expected_y, expected = step(plain, x)
+    torch.testing.assert_close(y, expected_y, rtol=1e-12, atol=1e-12)
+    assert_gradients(gradients, expected)
+    buffers = dict(model.named_buffers())
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(buffers[name], buffer, rtol=1e-12, atol=1e-12, equal_nan=True)
+    return gradients
 
 
-def timm_block(block: nn.Module, x: Tensor, positions: Tensor, rule: str, scope: str, heads: Tensor | None) -> Tensor:
-    rows = rows_of(positions, x.shape[1])
-    branch = attention_branch(block, x, rule, rows, heads)
-    attention_rows = None if rule == "head" else rows
-    x = x + gate(branch, attention_rows) if scope == "branch" else gate(x + branch, attention_rows)
-    branch = block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
-    return x + gate(branch, rows) if scope == "branch" else gate(x + branch, rows)
+def check_rule(model: nn.Module, config: SBPConfig, x: Tensor) -> Gradients:
+    """``check_definition`` with attention written out, for every rule."""
+    return check_definition(model, config, x, install_rule)[1]
 
 
-def attention_branch(block: nn.Module, x: Tensor, rule: str, rows: Tensor, heads: Tensor | None) -> Tensor:
-    """The block's own attention; outside ``heads`` the contribution of a head is a constant."""
+def install_rule(twin: nn.Module, patched: nn.Module) -> None:
+    """Gate rows of the sampled blocks of an unpatched model, and their attention by the rule of the patched one."""
+    for module in twin.modules():
+        if hasattr(module, "set_attn_implementation"):
+            module.set_attn_implementation("sdpa")  # also where the patched one's is eager
+    positions = torchsbp.kept(patched)
+    for entry, _ in entries(patched):
+        masks, config = entry.masks, entry.config
+        for site, sampled, drawn in zip(masks.sites, entry.sampled, masks.drawn, strict=True):
+            name = entry.prefix + site.name
+            block, parts = twin.get_submodule(name), sampled.description
+            gate = Gate(positions[name], masks.grids[site.stage], masks.prefix)
+            if config.attention == "head":
+                gate_heads(block, gate, parts, config.scope, drawn.heads)
+            else:
+                install_gate(block, gate, parts, config.scope)
+                gate_attention(block, gate if config.attention == "qkv" else None)
 
-    def branch(silent: Tensor | None) -> Tensor:
-        with gated_attention(rule, rows, x.shape[:2], silent):
-            return block.ls1(block.attn(block.norm1(x)))
 
-    y = branch(None)
-    if heads is not None:
-        kept = branch(torch.tensor([h for h in range(block.attn.num_heads) if h not in heads]))
-        y = kept + (y - kept).detach()
-    return block.drop_path1(y)
+def gate_attention(block: nn.Module, gate: Gate | None) -> None:
+    """Rule "query" needs no more than gated rows; "qkv" gates scores and values too."""
+    own = block.forward
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with written_out(keep=None if gate is None else gate.mask(x).mT):
+            return own(x, *args, **kwargs)
+
+    block.forward = forward
 
 
 @contextmanager
-def gated_attention(rule: str, rows: Tensor, shape: torch.Size, silent: Tensor | None) -> Iterator[None]:
-    """The library calls F.scaled_dot_product_attention; here that is written out and gated, some heads silenced."""
+def written_out(keep: Tensor | None = None, silent: Tensor | None = None) -> Iterator[None]:
+    """F.scaled_dot_product_attention, which the libraries call, with scores and values gated at the rows ``keep``
+    (``[B, 1, N]``), and some heads silenced."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) -> Tensor:
         m = q @ k.mT * q.shape[-1] ** -0.5
-        if rule == "qkv":
-            m, v = drop_qkv(m, v, mask(rows, shape)[:, None])
+        if keep is not None:
+            rows = keep.unsqueeze(-1)
+            m, v = torch.where(rows & rows.mT, m, m.detach()), torch.where(rows, v, v.detach())
         o = m.softmax(-1) @ v
         return o if silent is None else o.index_fill(1, silent, 0)
 
@@ -63,61 +98,50 @@ def gated_attention(rule: str, rows: Tensor, shape: torch.Size, silent: Tensor |
         F.scaled_dot_product_attention = plain
 
 
-def torchvision_block(
-    block: nn.Module, x: Tensor, positions: Tensor, rule: str, scope: str, heads: Tensor | None
-) -> Tensor:
-    rows = rows_of(positions, x.shape[1])
+def gate_heads(block: nn.Module, gate: Gate, parts: Any, scope: str, heads: Tensor | None) -> None:
+    """Outside ``heads`` (None: all) the contribution of a head is a constant; rows of the MLP alone are gated.
 
-    def attend(silent: Tensor | None) -> Tensor:
-        n = block.ln_1(x)
-        with gated_attention(rule, rows, x.shape[:2], silent):
-            return block.self_attention(n, n, n, need_weights=False)[0]
+    A first run with the other heads silenced gives what the kept ones contribute at the end of the attention branch.
+    """
+    own, end, n = block.forward, attention_end(block, parts), int(find(block, parts.heads))
+    dropped = [h for h in range(n) if heads is not None and h not in heads]
+    silent = torch.tensor(dropped, dtype=torch.long, device=gate.positions.device)
+    middle: list[Tensor] = []
+    find(block, parts.norm2).register_forward_pre_hook(lambda module, args: middle.append(args[0]))
 
-    branch = attend(None)
-    if heads is not None:
-        kept = attend(torch.tensor([h for h in range(block.num_heads) if h not in heads]))
-        branch = kept + (branch - kept).detach()
-    attention_rows = None if rule == "head" else rows
-    x = x + gate(branch, attention_rows) if scope == "branch" else gate(x + branch, attention_rows)
-    branch = block.mlp(block.ln_2(x))
-    return x + gate(branch, rows) if scope == "branch" else gate(x + branch, rows)
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        contributed: list[Tensor] = []
+        with torch.random.fork_rng(), written_out(silent=silent), hooked(end, contributed.append):
+            own(*args, **kwargs)
+        (kept,) = contributed
+        with written_out(), hooked(end, lambda y: kept + (y - kept).detach()):
+            y = own(*args, **kwargs)
+        return gate(y, middle[-1] if scope == "branch" else None)
 
-
-def timm_convnext_block(block: nn.Module, x: Tensor, positions: Tensor, scope: str) -> Tensor:
-    y = block.conv_dw(x)
-    if block.use_conv_mlp:
-        y = block.mlp(block.norm(y))
-    else:
-        y = block.mlp(block.norm(y.permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
-    if block.gamma is not None:
-        y = y * block.gamma.reshape(1, -1, 1, 1)
-    return residual(block.drop_path(y), x, positions, scope)
+    block.forward = forward
 
 
-def torchvision_convnext_block(block: nn.Module, x: Tensor, positions: Tensor, scope: str) -> Tensor:
-    # The branch is position-wise behind its convolution, so gating its output gates all of it.
-    return residual(block.stochastic_depth(block.layer_scale * block.block(x)), x, positions, scope)
+def attention_end(block: nn.Module, parts: Any) -> nn.Module:
+    """The last module of the attention branch but for stochastic depth: layer scale, or the projection."""
+    holder = find(block, parts.proj.rpartition(".")[0])
+    if isinstance(holder, nn.MultiheadAttention):  # its projection runs inside of it
+        return holder
+    scale = find(block, parts.scale1.rpartition(".")[0])
+    return scale if isinstance(scale, nn.Module) else find(block, parts.proj)
 
 
-def residual(y: Tensor, x: Tensor, positions: Tensor, scope: str) -> Tensor:
-    return x + gate_map(y, positions) if scope == "branch" else gate_map(x + y, positions)
+@contextmanager
+def hooked(module: nn.Module, change: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+    """The module's output, or the first of its outputs, goes through ``change``; None leaves it as it is."""
 
+    def hook(module: nn.Module, args: Any, y: Any) -> Any:
+        if not isinstance(y, tuple):
+            return change(y)
+        changed = change(y[0])
+        return None if changed is None else (changed, *y[1:])
 
-def install(model: nn.Module, kept: dict[str, Tensor], config: torchsbp.SBPConfig, heads: Tensor | None = None) -> None:
-    """Give the sampled modules of an unpatched model their gated forward."""
-    for name, positions in kept.items():
-        module = model.get_submodule(name)
-        kind = type(module).__name__
-        if kind == "Block":
-            module.forward = lambda x, m=module, p=positions: timm_block(m, x, p, config.attention, config.scope, heads)
-        elif kind == "EncoderBlock":
-            module.forward = lambda x, m=module, p=positions: torchvision_block(
-                m, x, p, config.attention, config.scope, heads
-            )
-        elif kind == "ConvNeXtBlock":
-            module.forward = lambda x, m=module, p=positions: timm_convnext_block(m, x, p, config.scope)
-        elif kind == "CNBlock":
-            module.forward = lambda x, m=module, p=positions: torchvision_convnext_block(m, x, p, config.scope)
-        else:
-            assert kind == "Sequential", kind
-            module.forward = lambda x, m=module, p=positions: gate_map(m[1](m[0](x)), p)
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()

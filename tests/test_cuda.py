@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import torchsbp
-from torchsbp import SBPConfig
 
-from .families import FAMILIES, assert_gradients, entry_of, images, step, tiny_vit
-from .oracle import install
-from .test_compose import spawn
+from .models import LEAN, images, tiny_vit
+from .oracle import check_step
+from .patching.test_compose import spawn
+from .steps import assert_gradients, distance, entry_of, gradients_of, loss_of, step
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -25,7 +25,7 @@ NAMES = ["vit", "vit layer scale, drop path", "vit qk norm, no bias", "convnext"
 def pair(name: str, **options):
     # Heads of width 32: the fused kernels want a multiple of 8.
     wider = {"embed_dim": 96} if name.startswith("vit") else {}
-    plain = FAMILIES[name].model(**wider).float().cuda()
+    plain = LEAN[name].model(**wider).float().cuda()
     return plain, torchsbp.apply(copy.deepcopy(plain), **options), images().float().cuda()
 
 
@@ -46,9 +46,7 @@ def test_gradients_at_ratio_one_are_as_close_as_plain(name):
     _, exact = step(plain, x)
     with torch.autocast("cuda", torch.bfloat16):
         found, expected = step(model, x)[1], step(plain, x)[1]
-    error = sum((found[k] - exact[k]).square().sum() for k in exact).sqrt()
-    baseline = sum((expected[k] - exact[k]).square().sum() for k in exact).sqrt()
-    assert error <= 2 * baseline
+    assert distance(found, exact) <= 2 * distance(expected, exact)
 
 
 @pytest.mark.parametrize("name", ["vit", "convnext"])
@@ -72,7 +70,7 @@ def test_compiled_trains_without_recompilation(name):
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # Inductor's, on what is not enabled here
 def test_compiled_once_for_all_batch_sizes():
-    eager = torchsbp.apply(FAMILIES["vit"].model(embed_dim=96, depth=1).float().cuda(), keep_ratio=0.5)
+    eager = torchsbp.apply(LEAN["vit"].model(embed_dim=96, depth=1).float().cuda(), keep_ratio=0.5)
     model = copy.deepcopy(eager)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
@@ -82,8 +80,7 @@ def test_compiled_once_for_all_batch_sizes():
             for m, run in ((model, compiled), (eager, eager)):
                 m.zero_grad()
                 run(x).square().sum().backward()
-            found, expected = ({n: p.grad for n, p in m.named_parameters()} for m in (model, eager))
-            assert_gradients(found, expected, rtol=1e-3)
+            assert_gradients(gradients_of(model), gradients_of(eager), rtol=1e-3)
             assert torch.equal(torchsbp.kept(model)["blocks.0"], torchsbp.kept(eager)["blocks.0"])
 
 
@@ -98,15 +95,14 @@ def test_grad_scaler_in_half_precision(name):
         model.zero_grad()
         with torch.autocast("cuda", torch.float16):
             y = model(x).float()
-        weights = torch.linspace(-1, 1, y.numel(), device="cuda").view_as(y)
-        scaler.scale((y * weights + y.square()).sum()).backward()
+        scaler.scale(loss_of(y)).backward()
         scaler.unscale_(optimizer)
         return scaler, optimizer
 
     errors = []
     for m in (model, plain):
         scaled(m, 2.0**6)
-        errors.append(sum((p.grad - exact[n]).square().sum() for n, p in m.named_parameters()).sqrt())
+        errors.append(distance(gradients_of(m), exact))
     assert errors[0] <= 2 * errors[1]
     scaler, optimizer = scaled(model, 2.0**30)
     scaler.step(optimizer)
@@ -203,18 +199,14 @@ def test_hooks_on_blocks_see_what_they_see_in_a_plain_model():
 
 @pytest.mark.parametrize("name", ["vit", "convnext"])
 def test_a_new_head_after_apply(name):
-    plain = FAMILIES[name].model().cuda()
+    plain = LEAN[name].model().cuda()
     model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5)
     for m in (model, plain):
         torch.manual_seed(3)
         m.reset_classifier(7)
         m.double().cuda()
-    y, gradients = step(model, images().cuda())
-    install(plain, torchsbp.kept(model), SBPConfig(keep_ratio=0.5))
-    expected_y, expected = step(plain, images().cuda())
-    assert y.shape == (3, 7)
-    torch.testing.assert_close(y, expected_y, rtol=1e-12, atol=1e-12)
-    assert_gradients(gradients, expected)
+    check_step(model, plain, images().cuda())
+    assert model(images().cuda()).shape == (3, 7)
 
 
 def test_image_sizes_may_change():
@@ -222,14 +214,11 @@ def test_image_sizes_may_change():
     model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5)
     for size in ((64, 64), (96, 64), (48, 128)):
         x = torch.randn(2, 3, *size, dtype=torch.float64, device="cuda")
-        _, gradients = step(model, x)
-        oracle = copy.deepcopy(plain)
-        install(oracle, torchsbp.kept(model), SBPConfig(keep_ratio=0.5))
-        assert_gradients(gradients, step(oracle, x)[1])
+        check_step(model, copy.deepcopy(plain), x)
 
 
 def ddp_gradients(rank):
-    model = torchsbp.apply(FAMILIES["vit"].model().cuda(), keep_ratio=1.0)
+    model = torchsbp.apply(LEAN["vit"].model().cuda(), keep_ratio=1.0)
     parallel = nn.parallel.DistributedDataParallel(model)
     for _ in range(2):  # unused parameters would raise in the second step
         model.zero_grad()
@@ -239,7 +228,7 @@ def ddp_gradients(rank):
 
 def test_ddp_equals_one_process(tmp_path):
     """Two processes on one GPU."""
-    model = torchsbp.apply(FAMILIES["vit"].model(), keep_ratio=1.0)
+    model = torchsbp.apply(LEAN["vit"].model(), keep_ratio=1.0)
     model(images(4)).square().sum().backward()
     expected = {n: p.grad / 2 for n, p in model.named_parameters()}
     for found in spawn(ddp_gradients, tmp_path):

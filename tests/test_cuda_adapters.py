@@ -1,68 +1,42 @@
-"""Every adapter on a GPU: gradients of the oracle in float64, mixed precision as close as plain, compiled as eager."""
+"""Every model of the table on a GPU: gradients of the gated twin in float64, mixed precision as close as plain,
+compiled as eager."""
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch._dynamo
-from torch import nn
 
 import torchsbp
 from torchsbp import SBPConfig
 
-from . import hf, hybrids, residuals, windows
-from .families import step
+from .models import ALL, MODELS
+from .oracle import check_definition, check_rule
+from .steps import distance, gradients_of, step
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-Case = tuple[nn.Module, torch.Tensor, Callable[[nn.Module, SBPConfig, torch.Tensor], None]]
+COMPILED = ["eva02", "beit", "mixer", "coatnet", "convnext v2", "swin"]
 
 
-def rerun(name: str) -> Case:
-    model = residuals.model_of(name)
-    return model, residuals.images_for(model), residuals.check_against_oracle
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_equal_the_oracle(name):
+    tiny = MODELS[name]
+    check_definition(tiny.model().cuda(), SBPConfig(keep_ratio=0.5), tiny.images().cuda())
 
 
-def hybrid(name: str) -> Case:
-    return hybrids.model_of(name), hybrids.images(), hybrids.check_against_oracle
-
-
-def windowed(name: str) -> Case:
-    family = windows.FAMILIES[name]
-    return family.model(), family.images(), lambda *args: windows.check_against_oracle(family, *args)
-
-
-def transformer(name: str) -> Case:
-    def check(model: nn.Module, config: SBPConfig, x: torch.Tensor) -> None:
-        hf.check_against_oracle(model, copy.deepcopy(model), config, x)
-
-    return hf.Scores(hf.model_of(name)), hf.pixels(name), check
-
-
-FAMILIES = {rerun: residuals.MODELS, hybrid: hybrids.MODELS, windowed: windows.FAMILIES, transformer: hf.FAMILIES}
-CASES = {f"{case.__name__}: {name}": (case, name) for case, names in FAMILIES.items() for name in names}
-COMPILED = ["rerun: eva02", "rerun: beit", "rerun: mixer", "hybrid: coatnet", "hybrid: v2", "windowed: timm"]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_equal_the_oracle(case):
-    kind, name = CASES[case]
-    model, x, check = kind(name)
-    check(model.cuda(), SBPConfig(keep_ratio=0.5), x.cuda())
-
-
-def distance(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> torch.Tensor:
-    return sum((found[k] - exact[k]).square().sum() for k in exact).sqrt()
+@pytest.mark.parametrize("rule", ALL)
+@pytest.mark.parametrize("name", [name for name, tiny in MODELS.items() if tiny.rules == ALL])
+def test_rules_equal_the_oracle(name, rule):
+    tiny = MODELS[name]
+    check_rule(tiny.model(drop_path=0.5).cuda(), SBPConfig(keep_ratio=0.5, attention=rule), tiny.images().cuda())
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # of rms_norm, plain or not
-@pytest.mark.parametrize("case", CASES)
-def test_mixed_precision_is_as_close_as_plain(case):
-    kind, name = CASES[case]
-    plain, x, _ = kind(name)
-    x = x.float().cuda()
-    model = torchsbp.apply(copy.deepcopy(plain.float().cuda()), keep_ratio=1.0)
+@pytest.mark.parametrize("name", MODELS)
+def test_mixed_precision_is_as_close_as_plain(name):
+    plain, x = MODELS[name].model().float().cuda(), MODELS[name].images().float().cuda()
+    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=1.0)
     exact_y, exact = step(plain, x)
     with torch.autocast("cuda", torch.bfloat16):
         (y, found), (expected_y, expected) = step(model, x), step(plain, x)
@@ -71,11 +45,10 @@ def test_mixed_precision_is_as_close_as_plain(case):
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # Inductor's, on what is not enabled here
-@pytest.mark.parametrize("case", COMPILED)
-def test_compiled_gradients_are_those_of_eager(case):
-    kind, name = CASES[case]
-    plain, x, _ = kind(name)
-    eager, x = torchsbp.apply(plain.float().cuda(), keep_ratio=0.5), x.float().cuda()
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_gradients_are_those_of_eager(name):
+    eager, x = MODELS[name].model().float().cuda(), MODELS[name].images().float().cuda()
+    torchsbp.apply(eager, keep_ratio=0.5)
     model = copy.deepcopy(eager)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True)
@@ -84,5 +57,5 @@ def test_compiled_gradients_are_those_of_eager(case):
             for m, run in ((model, compiled), (eager, eager)):
                 m.zero_grad()
                 run(x + i).square().sum().backward()
-            found, expected = ({n: p.grad for n, p in m.named_parameters()} for m in (model, eager))
+            found, expected = gradients_of(model), gradients_of(eager)
             assert distance(found, expected) <= 1e-3 * sum(g.square().sum() for g in expected.values()).sqrt()

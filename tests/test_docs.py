@@ -11,8 +11,7 @@ import torchsbp
 from torchsbp import SBPConfig, adapters
 from torchsbp.ops.reference import gate
 
-from .families import assert_gradients, step
-from .oracle import rows_of
+from .steps import assert_gradients, step
 
 PAGE = (Path(__file__).parents[1] / "docs" / "adapters.md").read_text()
 
@@ -44,7 +43,7 @@ def test_your_own_vit_gets_the_gradients_of_kept_rows(page, options):
 
         def gated(module, args, output, p=positions):
             y = output[0] if isinstance(output, tuple) else output
-            y = gate(y, rows_of(p, y.shape[1]))
+            y = gate(y, (p + y.shape[1] * torch.arange(len(p))[:, None]).flatten())
             return (y, *output[1:]) if isinstance(output, tuple) else y
 
         layer.attn.register_forward_hook(gated)
@@ -61,7 +60,8 @@ def test_your_own_vit_passes_the_check(page):
 def test_register_takes_adapters_and_the_last_one_wins(page):
     with pytest.raises(TypeError, match=r"register takes a torchsbp.adapters.Adapter, got dict"):
         torchsbp.register({})
-    torchsbp.register(adapters.Adapter("again", page["MyViT"], {}, entry="patches", stages="layers"))
+    layout = adapters.Layout(page["MyViT"], entry="patches", stages="layers")
+    torchsbp.register(adapters.Adapter("again", {}, layout))
     with pytest.raises(ValueError, match=r"again: this model has parts .*\n  layers.0 is page.Block; supported: "):
         torchsbp.apply(page["MyViT"]())
 
@@ -70,4 +70,4 @@ def test_a_patched_model_is_loaded_where_its_adapter_is_registered():
     with pytest.raises(
         ValueError, match=r"no adapter for page.MyViT: call torchsbp.register\(adapter\) before loading"
     ):
-        adapters.registered("page.MyViT")
+        adapters.registered("my ViT", "page.MyViT")

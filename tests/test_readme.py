@@ -35,19 +35,16 @@ def benchmarks(monkeypatch):
 def test_tables_are_the_measured_ones(benchmarks):
     run, memory, limits = benchmarks
     page, rows = (ROOT / "docs" / "benchmarks.md").read_text(), results("h200.json")["rows"]
-    assert run.markdown(run.headline(rows)) in README
-    assert run.markdown(results("cpu.json")["rows"]) in README
+    assert run.front(rows) in README
     for mode in ("eager", "compiled", "graphs"):
         assert run.markdown([row for row in rows if row["mode"] == mode]) in page
     plans = results("memory.json")["rows"]
     assert memory.markdown(plans) in page
     assert memory.plans_markdown(plans) in page
-    assert limits.markdown(results("limits.json")["rows"]) in README
+    assert run.markdown(results("cpu.json")["rows"]) in page
     assert limits.markdown(results("limits.json")["rows"]) in page
-    for text, shown in ((README, run.headline(rows)), (page, [*rows, *plans])):
-        assert all(f"commit {row['commit']}" in text.lower() for row in shown)
-    assert f"commit {results('cpu.json')['commit']}" in README
-    for file in ("limits.json", "growth.json"):
+    assert all(f"commit {row['commit']}" in page.lower() for row in [*rows, *plans])
+    for file in ("cpu.json", "limits.json", "growth.json"):
         assert f"commit {results(file)['commit']}" in page.lower()
 
 
@@ -75,5 +72,18 @@ def test_links_and_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"^make (\w+)", README, re.M):
         assert f"\n{target}:" in makefile
-    for name in re.findall(r"^  (\S+\.py) ", README, re.M):
-        assert (ROOT / "src" / "torchsbp" / name).exists(), name
+
+
+def test_the_map_names_files_that_exist():
+    """docs/architecture.md: rooms at two spaces, their files at four."""
+    page, found = (ROOT / "docs" / "architecture.md").read_text(), []
+    (start,), where = re.findall(r"^src/torchsbp/$", page, re.M), ""
+    for line in page[page.index(start) :].splitlines()[1:]:
+        if line.startswith("```"):
+            break
+        room = re.match(r"  (\w+)/ ", line)
+        if room or not line.startswith("    "):
+            where = room.group(1) if room else ""
+        found += [ROOT / "src" / "torchsbp" / where / name for name in re.findall(r"\w+\.py", line)]
+    assert len(found) > 30
+    assert all(path.exists() for path in found), [path for path in found if not path.exists()]

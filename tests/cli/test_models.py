@@ -11,7 +11,7 @@ from torchsbp import adapters
 from torchsbp.cli.main import main
 from torchsbp.cli.models import describe, examine
 
-from ..families import tiny_vit
+from ..models import tiny_vit
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:

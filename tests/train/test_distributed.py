@@ -15,7 +15,7 @@ from torchsbp.cli.recipe import parse
 from torchsbp.train.distributed import Processes, processes, shard
 from torchsbp.train.loop import Trainer
 
-from ..hybrids import HYBRIDS
+from ..models import HYBRIDS
 from .runs import final, lines, recipe, spawn, train
 
 SHORT = ["--epochs=1", "--schedule.warmup_epochs=0"]
@@ -35,7 +35,7 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
 def hybrid_gradients(sharded: bool) -> dict[str, torch.Tensor]:
     """Of a model whose blocks have classes called Block inside them; every process has the same input."""
     torch.manual_seed(0)
-    model = HYBRIDS["maxxvit relative mlp"]().train()
+    model = HYBRIDS["maxxvit relative mlp"].build().train()
     apply(model, keep_ratio=1.0)
     x = torch.randn(2, 3, 64, 96)
     if sharded:

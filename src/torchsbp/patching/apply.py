@@ -16,7 +16,7 @@ from . import lean, pointwise, replay, windowed  # noqa: F401  their strategies 
 from .entry import Entry, SampledModule, bind_entry, entries, unbind_entry
 from .sampled import Sampling, strategy_for
 from .site import Strategy, bind, patched_modules, unbind
-from .survey import Found, nothing_found, refuse_problems, survey
+from .survey import Found, name_taken, nothing_found, refuse_problems, survey
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -110,6 +110,9 @@ def strategies_for(
     """What to bind to which module of a backbone: its entry with its strategy, and the sampled and exact modules."""
     found = survey(model, adapter, layout, config)
     refuse_problems(adapter, found)
+    entry_module = layout.entry_of(model)
+    for problem in name_taken(f"the entry, {qualified(entry_module)}", entry_module):
+        raise UsageError(f"{adapter.name}: {problem}")
     sampled = [its for its in found if its.depth is not None]
     rule = RULES[config.attention]
     masks = Masks(
@@ -135,7 +138,7 @@ def strategies_for(
         its_rule = RULES["query"] if site is None else rule
         sampling = Sampling(masks, site, its_rule, config.scope, config.scale, i < recomputing)
         bound += [(m, strategy_for(part, its.module, sampling)) for m, part in its.description.bindings(its.module)]
-    return layout.entry_of(model), entry, bound
+    return entry_module, entry, bound
 
 
 def site_spec(its: Found, samples_heads: bool) -> SiteSpec:

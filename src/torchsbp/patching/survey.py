@@ -1,5 +1,6 @@
 """What ``apply`` finds in a model: its backbones, their blocks, which are sampled, and what speaks against it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from numbers import Integral
@@ -13,6 +14,7 @@ from ..adapters.blocks import block_classes
 from ..adapters.names import bare_name, find, qualified
 from ..config import SBPConfig
 from ..errors import UsageError
+from .site import Site
 
 
 @dataclass
@@ -57,12 +59,18 @@ def problems_of(its: Found, before: list[Found], config: SBPConfig) -> list[str]
     """Why a described module can't be patched, one sentence each."""
     problems = [f"{its.name} is the same module as {other.name}" for other in before if other.module is its.module][:1]
     problems += [f"{its.name}: {problem}" for problem in its.description.problems(its.module)]
-    if not problems and any(hasattr(module, NAME) for module, _ in its.description.bindings(its.module)):
-        problems.append(f"{its.name}: a part of it is called {NAME!r}, the name that torchsbp needs; rename it")
+    for module, _ in its.description.bindings(its.module) if not problems else ():
+        problems += name_taken(its.name, module)
     if its.depth is not None and config.attention not in its.description.rules:
         allowed = ", ".join(repr(rule) for rule in its.description.rules)
         problems.append(f"{its.name}: attention={config.attention!r} is not allowed here; allowed: {allowed}")
     return problems
+
+
+def name_taken(name: str, module: nn.Module) -> Iterator[str]:
+    """Whether the module, which is not patched yet, has a part of the name that patching uses."""
+    if hasattr(module, NAME) and not isinstance(module, Site):
+        yield f"{name}: a part of it is called {NAME!r}, the name that torchsbp needs; rename it"
 
 
 def choose_blocks(model: nn.Module, adapter: Adapter, stages: list[Stage], config: SBPConfig) -> set[str]:

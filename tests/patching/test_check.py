@@ -7,41 +7,41 @@ import torch
 from torch import nn
 
 import torchsbp
-from torchsbp.adapters import mixers
-from torchsbp.checking import Gate, gradient_errors, install_gate
+from torchsbp.adapters import queries
+from torchsbp.patching import replay
+from torchsbp.patching.check import Gate, gradient_errors, install_gate
 
-from .families import FAMILIES, images, step
-from .residuals import MODELS, images_for, model_of
-from .test_adapters import torchvision_vit
+from ..models import LEAN, MODELS, TOKENS, images
+from ..steps import step
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TOKENS)
 def test_blocks_that_run_again_pass(name):
-    model = model_of(name, drop_path_rate=0.5)
-    found = torchsbp.check(torchsbp.apply(model, keep_ratio=0.5, per_sample=True), images_for(model))
+    model = TOKENS[name].model(drop_path=0.5)
+    found = torchsbp.check(torchsbp.apply(model, keep_ratio=0.5, per_sample=True), TOKENS[name].images())
     assert found.passed
     assert found.forward <= 1e-14
     assert found.gradient <= 1e-12
 
 
 @pytest.mark.parametrize("options", [{}, {"scope": "block", "recompute": False}], ids=str)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", LEAN)
 def test_lean_blocks_pass(name, options):
-    assert torchsbp.check(torchsbp.apply(FAMILIES[name].model(), keep_ratio=0.5, **options), images()).passed
+    assert torchsbp.check(torchsbp.apply(LEAN[name].model(), keep_ratio=0.5, **options), images()).passed
 
 
 def test_a_block_without_drop_path_and_a_model_in_a_model_pass():
-    model, x = torchvision_vit()
-    assert torchsbp.check(torchsbp.apply(nn.Sequential(model, nn.Tanh())), x).passed
+    tiny = MODELS["torchvision vit"]
+    assert torchsbp.check(torchsbp.apply(nn.Sequential(tiny.model(), nn.Tanh())), tiny.images()).passed
 
 
 def test_a_missing_gradient_is_found(monkeypatch):
     def forgetful(m, x, everything, positions, **masks):
-        return mixers.attend(m, x, *mixers.projections(m, x, everything.detach()))
+        return queries.attend(m, x, *queries.projections(m, x, everything.detach()))
 
-    monkeypatch.setitem(mixers.ANSWERS, "timm.layers.attention.Attention", forgetful)
-    model = torchsbp.apply(model_of("swiglu"), keep_ratio=0.5)
-    found = torchsbp.check(model, images_for(model))
+    monkeypatch.setitem(queries.KEPT_QUERY_ATTENTION, "timm.layers.attention.Attention", forgetful)
+    model = torchsbp.apply(TOKENS["swiglu"].model(), keep_ratio=0.5)
+    found = torchsbp.check(model, TOKENS["swiglu"].images())
     assert not found.passed
     assert found.forward == 0
     assert found.gradient > 1e-3
@@ -49,10 +49,9 @@ def test_a_missing_gradient_is_found(monkeypatch):
 
 
 def test_a_changed_forward_is_found(monkeypatch):
-    model = torchsbp.apply(model_of("eva02"), keep_ratio=0.5)
-    forward = type(model.blocks[0]).run
-    monkeypatch.setattr(type(model.blocks[0]), "run", lambda self, x, *a, **k: forward(self, x, *a, **k) * (1 + 1e-6))
-    assert 1e-8 < torchsbp.check(model, images_for(model)).forward < 1e-4
+    model, run = torchsbp.apply(TOKENS["eva02"].model(), keep_ratio=0.5), replay.Residual.run
+    monkeypatch.setattr(replay.Residual, "run", lambda *args, **kwargs: run(*args, **kwargs) * (1 + 1e-6))
+    assert 1e-8 < torchsbp.check(model, TOKENS["eva02"].images()).forward < 1e-4
 
 
 def test_gradients_are_compared_with_zeros_where_one_has_none_and_nan_is_an_error():
@@ -65,7 +64,7 @@ def test_gradients_are_compared_with_zeros_where_one_has_none_and_nan_is_an_erro
 
 
 def test_the_model_and_the_random_numbers_are_left_alone():
-    model = torchsbp.apply(FAMILIES["vit layer scale, drop path"].model().float(), keep_ratio=0.5)
+    model = torchsbp.apply(LEAN["vit layer scale, drop path"].model().float(), keep_ratio=0.5)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(3)
     expected = torch.rand(1)
@@ -88,14 +87,14 @@ def test_the_model_and_the_random_numbers_are_left_alone():
 )
 def test_what_it_does_not_know_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        torchsbp.check(torchsbp.apply(FAMILIES["vit"].model(), **options), images())
+        torchsbp.check(torchsbp.apply(LEAN["vit"].model(), **options), images())
 
 
 def test_a_model_that_is_not_patched_or_not_training_is_refused():
     with pytest.raises(ValueError, match="the model is not patched"):
-        torchsbp.check(FAMILIES["vit"].model(), images())
+        torchsbp.check(LEAN["vit"].model(), images())
     with pytest.raises(RuntimeError, match="no forward has run in training mode"):
-        torchsbp.check(torchsbp.apply(FAMILIES["vit"].model()).eval(), images())
+        torchsbp.check(torchsbp.apply(LEAN["vit"].model()).eval(), images())
 
 
 def test_a_layout_that_can_be_read_twice_is_refused():

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from torchsbp.samplers import SAMPLERS, count, draw_key, enlarge, enlarged_count, keep, resolve
+from torchsbp.sampling.samplers import SAMPLERS, count, draw_key, enlarge, enlarged_count, first, resolve
 
 IMAGES = [(14, 14), (8, 8), (7, 7), (6, 9), (5, 3), (1, 13), (13, 1), (12,), (7,)]
 VIDEOS = [(8, 4, 4), (7, 3, 5), (16, 2, 3), (5, 1, 1), (1, 4, 4)]
@@ -22,7 +22,7 @@ def masks(name, shape, ratio, key, ratios=None):
     """Kept or not, [samples, *shape]."""
     order = resolve(name)(shape, ratios or (ratio,), key)
     mask = torch.zeros(order.shape, dtype=torch.bool)
-    return mask.scatter(1, keep(order, count(name, shape, ratio)), True).view(-1, *shape)
+    return mask.scatter(1, first(order, count(name, shape, ratio)), True).view(-1, *shape)
 
 
 def units(name, shape):
@@ -58,8 +58,8 @@ def test_counts_are_exact_and_whole_units_are_kept(name, shape, ratio):
         assert torch.equal(mask, mask[:, :, :1, :1].expand_as(mask))
 
 
-def test_keep_is_sorted():
-    assert keep(torch.tensor([[3, 0, 2, 1], [1, 2, 0, 3]]), 2).tolist() == [[0, 3], [1, 2]]
+def test_the_first_are_sorted():
+    assert first(torch.tensor([[3, 0, 2, 1], [1, 2, 0, 3]]), 2).tolist() == [[0, 3], [1, 2]]
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -181,7 +181,7 @@ def test_grid_shares_its_pattern_between_frames_and_checkerboard_alternates():
 )
 def test_frames_are_evenly_strided(T, k, sets):
     order = SAMPLERS["frames"]((T, 1, 1), (k / T,), torch.arange(T))
-    assert {tuple(frames) for frames in keep(order, k).tolist()} == sets
+    assert {tuple(frames) for frames in first(order, k).tolist()} == sets
 
 
 @pytest.mark.parametrize("T, k", [(8, 2), (12, 4), (16, 8)])
@@ -193,7 +193,7 @@ def test_frames_jitter_keeps_one_frame_in_each_stretch(T, k):
 
 @pytest.mark.parametrize("T, k", [(8, 3), (7, 2), (9, 5)])
 def test_frames_jitter_leaves_no_long_gap_when_stretches_are_unequal(T, k):
-    frames = keep(SAMPLERS["frames_jitter"]((T, 1, 1), (k / T,), key_of(samples=200)), k)
+    frames = first(SAMPLERS["frames_jitter"]((T, 1, 1), (k / T,), key_of(samples=200)), k)
     gaps = (frames.roll(-1, 1) - frames) % T
     assert gaps.max() <= 2 * math.ceil(T / k) - 1
 
@@ -227,7 +227,7 @@ def test_an_enlarged_mask_is_the_coarse_mask_enlarged(coarse, fine):
     mask = torch.zeros(order.shape, dtype=torch.bool).scatter(1, order[:, :k], True).view(-1, *coarse)
     for dim, (h, H) in enumerate(zip(coarse, fine, strict=True), start=1):
         mask = mask.repeat_interleave(H // h, dim)
-    kept = keep(enlarge(order, coarse, fine), enlarged_count(k, coarse, fine))
+    kept = first(enlarge(order, coarse, fine), enlarged_count(k, coarse, fine))
     assert torch.equal(kept, mask.flatten(1).nonzero()[:, 1].view(3, -1))
 
 
@@ -258,7 +258,7 @@ def test_enlarging_to_a_smaller_grid_is_refused(coarse, fine):
 def test_compiled_equals_eager_without_recompilation(name, ratios):
     def draw(step):
         order = SAMPLERS[name]((8, 4, 6), ratios, draw_key(3, step, 1, 2))
-        return [keep(order, count(name, (8, 4, 6), r)) for r in ratios], enlarge(order, (8, 4, 6), (8, 8, 13))
+        return [first(order, count(name, (8, 4, 6), r)) for r in ratios], enlarge(order, (8, 4, 6), (8, 8, 13))
 
     torch.compiler.reset()
     compiled = torch.compile(draw, fullgraph=True, backend="eager")
@@ -272,7 +272,7 @@ def test_compiled_equals_eager_when_ratio_and_size_change(name):
     """The compiler makes numbers that change symbolic; the sampler must turn them into constants again."""
 
     def draw(step, shape, ratio):
-        return keep(SAMPLERS[name](shape, (ratio,), draw_key(0, step, 0, 2)), count(name, shape, ratio))
+        return first(SAMPLERS[name](shape, (ratio,), draw_key(0, step, 0, 2)), count(name, shape, ratio))
 
     torch.compiler.reset()
     compiled = torch.compile(draw, fullgraph=True, backend="eager")
@@ -290,12 +290,12 @@ def test_orders_are_the_same_on_every_device(name):
 
 
 def test_a_callable_is_a_sampler_of_positions():
-    def first(shape, ratios, key):
+    def ascending(shape, ratios, key):
         return torch.arange(math.prod(shape)).expand(len(key), -1)
 
-    assert resolve(first) is first
-    assert count(first, (3, 4, 5), 0.33) == 20
-    assert masks(first, (2, 3), 0.5, key_of()).tolist() == [[[True] * 3, [False] * 3]]
+    assert resolve(ascending) is ascending
+    assert count(ascending, (3, 4, 5), 0.33) == 20
+    assert masks(ascending, (2, 3), 0.5, key_of()).tolist() == [[[True] * 3, [False] * 3]]
 
 
 def test_an_unknown_sampler_names_the_known_ones():

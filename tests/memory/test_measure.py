@@ -1,15 +1,20 @@
-"""Memory is the product: saved bytes of whole models, at full size without allocating them."""
+"""Memory is the product: what is measured is what is counted and predicted, also at full size, without allocating."""
 
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import torchsbp
+from torchsbp import SBPConfig
+from torchsbp.memory.measure import measure_config
 
-from .counting import SavedBytes
-from .families import FAMILIES, images
+from ..counting import SavedBytes
+from ..models import LEAN, images
+
+SHAPE = (3, 3, 64, 96)
 
 
 def saved_bytes(name: str, batch: int, **options) -> int:
@@ -61,7 +66,7 @@ def test_recompute_is_a_dial_over_blocks():
 
 def test_real_tensors_save_what_fake_ones_do():
     """The formula above, on a real model at small size, kept rows only."""
-    model = torchsbp.apply(FAMILIES["vit"].model().float(), keep_ratio=0.5, attention="qkv", blocks=[1])
+    model = torchsbp.apply(LEAN["vit"].model().float(), keep_ratio=0.5, attention="qkv", blocks=[1])
     x = images().float()
     with SavedBytes(model, x) as half:
         model(x)
@@ -75,10 +80,41 @@ def test_real_tensors_save_what_fake_ones_do():
 
 def test_nothing_is_saved_for_a_frozen_branch():
     """With everything before and in a block frozen, its backward does not exist."""
-    model = torchsbp.apply(FAMILIES["vit"].model(), keep_ratio=0.5)
+    model = torchsbp.apply(LEAN["vit"].model(), keep_ratio=0.5)
     model.requires_grad_(False)
     model.head.requires_grad_(True)
     x = images()
     with SavedBytes(model, x) as saved:
         model(x)
     assert saved.total == 3 * 25 * 24 * 8  # the head's input, a view of the last norm's output
+
+
+def test_measured_on_cpu_is_what_is_counted_and_predicted():
+    model, x = torchsbp.apply(LEAN["vit"].model().float(), keep_ratio=0.5), images().float()
+
+    def step() -> None:
+        F.cross_entropy(model(x), torch.zeros(3, dtype=torch.long)).backward()
+
+    found = torchsbp.measure(model, step)
+    predicted = torchsbp.estimate(model, SHAPE, precision="float32", device="cpu")
+    assert found.saved == predicted.saved
+    assert found.saved_bytes == predicted.saved_bytes + x.nbytes  # which is saved by the patch embedding
+    assert (found.peak, found.reserved) == (None, None)
+    assert str(found).startswith("measured on cpu")
+    assert model.head.weight.grad is not None
+
+
+@pytest.mark.parametrize("config", ["checkpoint", SBPConfig(keep_ratio=0.5)], ids=["checkpoint", "run again"])
+def test_what_backward_computes_again_is_not_counted_as_saved(config):
+    def build() -> nn.Module:
+        return timm.create_model("eva02_tiny_patch14_224", depth=3, img_size=56)
+
+    found = measure_config(build, (2, 3, 56, 56), config, "float32", device="cpu")
+    assert found.saved == torchsbp.estimate(build, (2, 3, 56, 56), config, "float32", device="cpu").saved
+
+
+def test_a_prediction_can_be_measured():
+    """On CPU, what is saved."""
+    config = SBPConfig(keep_ratio=0.5)
+    found = measure_config(LEAN["vit"].build, SHAPE, config, "float32", "momentum", device="cpu")
+    assert found.saved == torchsbp.estimate(LEAN["vit"].build, SHAPE, config, "float32", device="cpu").saved

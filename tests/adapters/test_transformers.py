@@ -1,34 +1,33 @@
-"""Hugging Face models: forward exact, gradients equal the oracle, and the library's own ways of training and saving."""
+"""Hugging Face models: where backbones are found, and the library's own ways of calling, training and saving."""
 
 import copy
 import sys
 
 import pytest
 import torch
-from torch import nn
+import transformers
+from torch import Tensor, nn
 
 import torchsbp
 from torchsbp import SBPConfig
-from torchsbp.patch import find_backbones
+from torchsbp.adapters import find_backbones
+from torchsbp.patching.site import Site
 
-from .counting import SavedBytes
-from .families import assert_gradients, check_copies, check_left_as_it_was, entry_of, step
-
-transformers = pytest.importorskip("transformers")
-
-from .hf import (  # noqa: E402
-    DINOV2,
-    FAMILIES,
-    SIZES,
-    TOWER,
-    TRANSFORMERS,
-    VIT,
-    Scores,
-    build,
-    check_against_oracle,
-    model_of,
-    pixels,
+from ..counting import SavedBytes
+from ..models import CONVNEXT, DINOV2, LAYERS, TOWER, TRANSFORMERS, VIDEOMAE, VIT, Scores, transformers_model
+from ..oracle import check_definition
+from ..steps import (
+    assert_gradients,
+    check_compiled,
+    check_copies,
+    check_left_as_it_was,
+    distance,
+    entry_of,
+    gradients_of,
+    step,
 )
+
+FAMILIES = {name.removeprefix("transformers "): tiny for name, tiny in TRANSFORMERS.items()}
 
 
 @pytest.fixture(params=FAMILIES)
@@ -36,34 +35,18 @@ def family(request) -> str:
     return request.param
 
 
-def twins(family: str, **arguments) -> tuple[nn.Module, nn.Module]:
-    """A model, and an equal one whose attention is F.scaled_dot_product_attention, which the oracle can gate."""
-    model = model_of(family)
-    plain = copy.deepcopy(model)
-    if family != "convnext":
-        plain.set_attn_implementation("sdpa")
-    return Scores(model, **arguments), Scores(plain, **arguments)
+def model_of(family: str, **options) -> nn.Module:
+    return FAMILIES[family].bare(drop_path=0.5, **options)
 
 
-@pytest.mark.parametrize("scope", ["branch", "block"])
-@pytest.mark.parametrize("ratio", [1.0, 0.5, 0.25])
-@pytest.mark.parametrize("rule", ["query", "qkv", "head"])
-def test_gradients_equal_the_oracle(family, rule, ratio, scope):
-    if rule != "query" and family == "convnext":
-        pytest.skip("no attention in this family")
-    config = SBPConfig(keep_ratio=ratio, attention=rule, scope=scope)
-    check_against_oracle(*twins(family), config, pixels(family))
-
-
-@pytest.mark.parametrize("options", [{"recompute": False, "blocks": 1.0}, {"per_sample": True, "sampler": "random"}])
-def test_options_equal_the_oracle(family, options):
-    check_against_oracle(*twins(family), SBPConfig(**options), pixels(family))
+def pixels(family: str = "vit", batch: int = 2, size: tuple[int, int] = (64, 64)) -> Tensor:
+    return FAMILIES[family].images(batch, size)
 
 
 @pytest.mark.parametrize("sampler", ["grid", "random", "frames", "frames_jitter", "checkerboard"])
 def test_samplers_of_video(sampler):
-    model, plain = twins("videomae")
-    check_against_oracle(model, plain, SBPConfig(keep_ratio=0.5, sampler=sampler), pixels("videomae"))
+    model = Scores(model_of("videomae"))
+    check_definition(model, SBPConfig(keep_ratio=0.5, sampler=sampler), pixels("videomae"))
     for positions in torchsbp.kept(model).values():
         kept = torch.zeros(2 * 4 * 4).index_fill(0, positions[0], 1).view(2, 4, 4)
         assert kept.sum() == 16
@@ -82,32 +65,19 @@ def test_class_and_register_tokens_are_always_kept(name, prefix):
         assert positions[:, :prefix].tolist() == [list(range(prefix))] * 2
 
 
-@pytest.mark.parametrize("name", ["vit", "dinov2 drop path", "clip", "siglip"])
+@pytest.mark.parametrize("name", ["vit", "dinov2", "clip", "siglip"])
 def test_images_of_other_sizes(name):
     arguments = {} if name.startswith("dinov2") else {"interpolate_pos_encoding": True}
-    model, plain = twins(name, **arguments)
+    model = Scores(model_of(name), **arguments)
     for size in ((64, 96), (96, 64), (64, 64)):
-        check_against_oracle(copy.deepcopy(model), copy.deepcopy(plain), SBPConfig(), pixels(size=size))
+        check_definition(copy.deepcopy(model), SBPConfig(), pixels(size=size))
 
 
 def test_masked_image_modeling():
     """Mask tokens take the places of patches: positions stay what they are."""
-    options = {**VIT, "encoder_stride": 16}
-    model = build("ViTForMaskedImageModeling", **options)
+    model = transformers_model("ViTForMaskedImageModeling", **VIT, encoder_stride=16)
     hidden = torch.arange(16).expand(2, 16) % 3 == 0
-    arguments = {"bool_masked_pos": hidden, "return_dict": False}
-    model, plain = Scores(model, **arguments), Scores(copy.deepcopy(model), **arguments)
-    check_against_oracle(model, plain, SBPConfig(), pixels())
-
-
-def test_forward_is_exact_in_float32(family):
-    plain = Scores(model_of(family)).float()
-    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5)
-    x = pixels(family).float()
-    difference = (step(model, x)[0] - step(plain, x)[0]).abs().max()
-    # Sums in another order: attention written out, keys with a bias of zero, drop path as one factor.
-    same_order = family not in ("dinov2 eager, no bias", "videomae", "dinov2 drop path", "convnext")
-    assert difference == 0 if same_order else difference < 1e-5
+    check_definition(Scores(model, bool_masked_pos=hidden, return_dict=False), SBPConfig(), pixels())
 
 
 def test_eval_no_grad_and_remove_leave_the_model_as_it_was(family):
@@ -155,14 +125,14 @@ def test_hidden_states_are_given_and_carry_gradients(family):
         torch.manual_seed(0)
         states = each(pixels(family), output_hidden_states=True).hidden_states
         sum(state.square().sum() for state in states).backward()
-        gradients.append({name: p.grad for name, p in each.named_parameters() if p.grad is not None})
+        gradients.append(gradients_of(each))
     assert_gradients(gradients[1], gradients[0])
     model.eval().train()
     torchsbp.apply(torchsbp.remove(model))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "convnext"])
 def test_gradient_checkpointing_repeats_the_same_masks(name, reentrant):
     model = torchsbp.apply(Scores(model_of(name)), keep_ratio=0.5)
     _, expected = step(model, pixels(name))
@@ -178,20 +148,9 @@ def test_compiled_gradients_are_those_of_eager(name):
     release = tuple(int(number) for number in transformers.__version__.split(".")[:2])
     if name == "vit" and (5, 9) <= release < (5, 18):
         pytest.skip("these releases give their ViT an attention mask of ones where they are compiled")
-    torch._dynamo.reset()
-    eager = torchsbp.apply(Scores(model_of(name)), keep_ratio=0.5, sampler="random")
-    model = copy.deepcopy(eager)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for i in range(3):
-            y, expected = step(eager, pixels(name) + i)
-            model.zero_grad()
-            torch.manual_seed(2)
-            found_y = compiled(pixels(name) + i)
-            weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
-            (found_y * weights + found_y.square()).sum().backward()
-            assert_gradients({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, expected)
-    torch._dynamo.reset()
+    fewer = {"num_hidden_layers": 2} if name == "vit" else {"depths": [1, 1, 1, 1]}
+    model = torchsbp.apply(Scores(model_of(name, **fewer)), keep_ratio=0.5, sampler="random")
+    check_compiled(model, pixels(name), "aot_eager", steps=3)
 
 
 def test_autocast_forward_equals_plain_and_gradients_are_as_close(family):
@@ -207,8 +166,7 @@ def test_autocast_forward_equals_plain_and_gradients_are_as_close(family):
         assert (y - exact_y).norm() <= 2 * (expected_y - exact_y).norm()
     else:
         torch.testing.assert_close(y, expected_y, rtol=0, atol=1e-5)
-    error = sum((found[k] - exact[k]).square().sum() for k in exact).sqrt()
-    assert error <= 1.5 * sum((expected[k] - exact[k]).square().sum() for k in exact).sqrt()
+    assert distance(found, exact) <= 1.5 * distance(expected, exact)
 
 
 def test_frozen_projections_get_no_gradient_and_the_rest_keeps_its_own():
@@ -248,35 +206,35 @@ WITHIN = {
     "Dinov2Model": (DINOV2, [""]),
     "Dinov2Backbone": (DINOV2, [""]),
     "Dinov2WithRegistersBackbone": (DINOV2, [""]),
-    "VideoMAEModel": (FAMILIES["videomae"][1], [""]),
-    "ConvNextModel": (FAMILIES["convnext"][1], [""]),
-    "ConvNextBackbone": (FAMILIES["convnext"][1], [""]),
+    "VideoMAEModel": (VIDEOMAE, [""]),
+    "ConvNextModel": (CONVNEXT, [""]),
+    "ConvNextBackbone": (CONVNEXT, [""]),
 }
 
 
 @pytest.mark.parametrize("cls", WITHIN)
 def test_a_backbone_is_found_once_wherever_it_is(cls):
     options, names = WITHIN[cls]
-    model = build(cls, **options)
-    assert [name for name, _, _ in find_backbones(model)] == names
+    model = transformers_model(cls, **options)
+    assert [name for name, *_ in find_backbones(model)] == names
     torchsbp.apply(model)
-    sites = entry_of(model).sbp
-    assert sites.prefix == "".join(f"{name}." for name in names if name)
-    assert len(sites.sites) == (6 if cls.startswith("ConvNext") else 2)
+    entry = entry_of(model).sbp
+    assert entry.prefix == "".join(f"{name}." for name in names if name)
+    assert len(entry.sampled) == (6 if cls.startswith("ConvNext") else 2)
 
 
 def test_clip_trains_with_its_text_tower():
-    plain = build("CLIPModel", **PAIR)
+    plain = transformers_model("CLIPModel", **PAIR)
     model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=1.0)
     batch = {"pixel_values": pixels(), "input_ids": torch.arange(10).view(2, 5), "return_loss": True}
     for each in (plain, model):
         each(**batch).loss.backward()
-    assert_gradients(*({name: p.grad for name, p in each.named_parameters()} for each in (model, plain)))
+    assert_gradients(gradients_of(model), gradients_of(plain))
 
 
 @pytest.mark.parametrize("cls", ["Dinov2Backbone", "ConvNextBackbone"])
 def test_feature_maps_of_a_backbone(cls):
-    plain = build(cls, **WITHIN[cls][0])
+    plain = transformers_model(cls, **WITHIN[cls][0])
     model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5)
     torch.manual_seed(0)
     expected = plain(pixels()).feature_maps
@@ -297,7 +255,7 @@ def test_feature_maps_of_a_backbone(cls):
         ("vit", {"hidden_act": "mish"}, r"is transformers.activations.MishActivation; supported activations: .*GELU"),
         ("vit", {"output_attentions": True, "attn_implementation": "eager"}, r"output_attentions is True"),
         (
-            "dinov2 drop path",
+            "dinov2",
             {"attention_probs_dropout_prob": 0.1},
             r"attention.*drop\w* is 0.1, which is not supported",
         ),
@@ -308,7 +266,7 @@ def test_unsupported_parts_are_refused_by_name(family, options, message):
     model = model_of(family, **options)
     with pytest.raises(ValueError, match=message):
         torchsbp.apply(model)
-    assert not any(isinstance(m, torchsbp.sites.Site) for m in model.modules())
+    assert not any(isinstance(m, Site) for m in model.modules())
 
 
 def test_other_attention_kernels_are_refused_by_name():
@@ -324,18 +282,17 @@ def test_other_attention_kernels_are_refused_by_name():
     "cls, options",
     [
         ("Dinov2Model", {**DINOV2, "use_swiglu_ffn": True}),
-        ("DINOv3ViTModel", {**SIZES, "intermediate_size": 48}),
-        ("DINOv3ViTModel", {**SIZES, "intermediate_size": 48, "use_gated_mlp": True, "drop_path_rate": 0.5}),
+        ("DINOv3ViTModel", {**LAYERS, "intermediate_size": 48}),
+        ("DINOv3ViTModel", {**LAYERS, "intermediate_size": 48, "use_gated_mlp": True, "drop_path_rate": 0.5}),
     ],
     ids=str,
 )
 def test_gated_mlps_and_rotary_embeddings(cls, options, ratio):
-    plain = Scores(build(cls, **options))
-    check_against_oracle(copy.deepcopy(plain), plain, SBPConfig(keep_ratio=ratio), pixels())
+    check_definition(Scores(transformers_model(cls, **options)), SBPConfig(keep_ratio=ratio), pixels())
 
 
 def test_other_families_are_refused_by_name():
-    model = build("ConvNextV2Model", hidden_sizes=[8, 12, 16, 20], depths=[1, 1, 1, 1])
+    model = transformers_model("ConvNextV2Model", hidden_sizes=[8, 12, 16, 20], depths=[1, 1, 1, 1])
     message = r"nothing to patch in .*ConvNextV2Model: .*ConvNextV2Layer.*Supported.*transformers ViT"
     with pytest.raises(ValueError, match=message):
         torchsbp.apply(model)
@@ -356,7 +313,7 @@ def test_calls_that_are_not_plain_are_refused():
 
 
 def test_tokens_dropped_in_pretraining_are_refused():
-    model = torchsbp.apply(build("VideoMAEModel", **FAMILIES["videomae"][1]))
+    model = torchsbp.apply(transformers_model("VideoMAEModel", **VIDEOMAE))
     with pytest.raises(ValueError, match=r"was given 2 samples of 16 positions, but .* 2 samples of 32"):
         model(pixels("videomae"), bool_masked_pos=torch.arange(32).expand(2, 32) < 16)
 

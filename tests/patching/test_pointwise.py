@@ -1,4 +1,4 @@
-"""CoAtNet, MaxViT, and ConvNeXt of any norm: sampled on maps, by the library's own modules run again on kept rows."""
+"""Blocks run again on maps: CoAtNet, MaxViT, and ConvNeXt of any norm, behind its convolution."""
 
 import copy
 
@@ -10,58 +10,30 @@ import torch.nn.functional as F
 
 import torchsbp
 from torchsbp import SBPConfig
+from torchsbp.patching.site import Site
 
-from .counting import SavedBytes, counting_backend
-from .families import assert_gradients, check_compiled, check_copies, check_left_as_it_was, entry_of, step
-from .hybrids import CONVNEXTS, MODELS, check_against_oracle, images, model_of
+from ..counting import SavedBytes, counting_backend
+from ..models import HYBRIDS, POINTWISE, images
+from ..steps import (
+    assert_gradients,
+    check_compiled,
+    check_copies,
+    check_left_as_it_was,
+    distance,
+    sampled_in,
+    step,
+)
+
+MODELS = HYBRIDS | POINTWISE
 
 LAYERS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "convolution"))
 
 
-@pytest.mark.parametrize("ratio", [1.0, 0.25])
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_equal_the_oracle(name, ratio):
-    check_against_oracle(model_of(name), SBPConfig(keep_ratio=ratio), images())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"recompute": False},
-        {"recompute": False, "scope": "block"},
-        {"scope": "block", "per_sample": True, "sampler": "random"},
-        {"blocks": 1.0, "keep_ratio": (0.25, 0.75), "recompute": 0.5},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("name", MODELS)
-def test_options_and_stochastic_depth_equal_the_oracle(name, options):
-    model = model_of(name, drop_path_rate=0.5)
-    check_against_oracle(model, SBPConfig(**{"keep_ratio": 0.5} | options), images())
-
-
-@pytest.mark.parametrize(
-    "name, size",
-    [("v2", (75, 101)), ("simple norm", (75, 101)), ("coatnet max pool", (72, 104)), ("coatnext", (96, 160))],
-)
-def test_odd_sizes_equal_the_oracle(name, size):
-    model = model_of(name) if name in CONVNEXTS else model_of(name, img_size=size)
-    check_against_oracle(model, SBPConfig(keep_ratio=0.5, blocks=1.0), images(size=size))
-
-
-@pytest.mark.parametrize("name", CONVNEXTS)
-def test_forward_is_bit_identical(name):
-    plain = model_of(name, drop_path_rate=0.5).float()
-    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5)
-    x = images().float()
-    assert torch.equal(step(model, x)[0], step(plain, x)[0])
-
-
-def test_recipe_samples_the_early_stages():
+def test_default_blocks_are_the_early_stages():
     def sampled(name: str) -> list[str]:
         with torch.device("meta"):
             model = torchsbp.apply(timm.create_model(name))
-        return list(entry_of(model).sbp.masks.names)
+        return sampled_in(model)
 
     assert sampled("coatnet_0_224") == [f"stages.2.blocks.{i}" for i in range(3)]
     units = [f"stages.{s}.blocks.{i}.attn_{kind}" for s in range(3) for i in range(2) for kind in ("block", "grid")]
@@ -72,7 +44,7 @@ def test_recipe_samples_the_early_stages():
 
 
 def test_locations_agree_across_stages_whose_first_block_shrinks():
-    model = torchsbp.apply(model_of("maxvit tf"), keep_ratio=0.5)
+    model = torchsbp.apply(MODELS["maxvit tf"].model(), keep_ratio=0.5)
     step(model, images(1))
     kept = torchsbp.kept(model)
     maps = {}
@@ -86,12 +58,12 @@ def test_locations_agree_across_stages_whose_first_block_shrinks():
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("name, block, exact", [("coatnet", 0, "shortcut"), ("v2", 2, "conv_dw")])
+@pytest.mark.parametrize("name, block, exact", [("coatnet", 0, "shortcut"), ("convnext v2", 2, "conv_dw")])
 def test_scale_weight_is_the_inverse_ratio_inside_the_branches(name, block, exact, recompute):
     options = {"keep_ratio": 0.25, "blocks": [block], "recompute": recompute}
-    model = torchsbp.apply(model_of(name), **options)
-    scaled = torchsbp.apply(model_of(name), scale="weight", **options)
-    (_, a), (_, b) = step(model, images()), step(scaled, images())
+    model = torchsbp.apply(MODELS[name].model(), **options)
+    scaled = torchsbp.apply(MODELS[name].model(), scale="weight", **options)
+    (_, a), (_, b) = step(model, images(2)), step(scaled, images(2))
     branch = [n for n in a if n.startswith("stages.2.blocks.0.") and exact not in n]
     assert len(branch) > 5
     for n in a:
@@ -100,28 +72,26 @@ def test_scale_weight_is_the_inverse_ratio_inside_the_branches(name, block, exac
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("name", ["coatnet", "maxxvit v2", "v2", "simple norm"])
+@pytest.mark.parametrize("name", ["coatnet", "maxxvit v2", "convnext v2", "convnext simple norm"])
 def test_autocast_gradients_are_as_close_as_plain_ones(name, recompute):
-    plain = model_of(name).float()
+    plain = MODELS[name].model().float()
     model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=1.0, recompute=recompute)
     sampled = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5, recompute=recompute)
-    _, exact = step(copy.deepcopy(plain), images().float())
+    _, exact = step(copy.deepcopy(plain), images(2).float())
     with torch.autocast("cpu", torch.bfloat16):
-        y, found = step(model, images().float())
-        sampled_y, sampled_found = step(sampled, images().float())
-        expected_y, expected = step(plain, images().float())
-    torch.testing.assert_close(y, expected_y, rtol=0, atol=1e-5 if name in CONVNEXTS else 2e-2)
-    torch.testing.assert_close(sampled_y, y, rtol=0, atol=0 if name in CONVNEXTS else 2e-2)
+        y, found = step(model, images(2).float())
+        sampled_y, sampled_found = step(sampled, images(2).float())
+        expected_y, expected = step(plain, images(2).float())
+    torch.testing.assert_close(y, expected_y, rtol=0, atol=1e-5 if name in POINTWISE else 2e-2)
+    torch.testing.assert_close(sampled_y, y, rtol=0, atol=0 if name in POINTWISE else 2e-2)
     assert sampled_found.keys() == exact.keys()
     assert all(g.dtype == torch.float32 and g.norm() > 0 for g in sampled_found.values())
-    error = sum((found[k] - exact[k]).square().sum() for k in exact).sqrt()
-    baseline = sum((expected[k] - exact[k]).square().sum() for k in exact).sqrt()
-    assert error <= 1.5 * baseline
+    assert distance(found, exact) <= 1.5 * distance(expected, exact)
 
 
 def saved(name: str, depth: int, blocks: list[str]) -> int:
-    model = torchsbp.apply(model_of(name, depths=(1, 1, depth, 1)), keep_ratio=0.5, blocks=blocks)
-    x = images()
+    model = torchsbp.apply(MODELS[name].model(depths=(1, 1, depth, 1)), keep_ratio=0.5, blocks=blocks)
+    x = images(2)
     with SavedBytes(model, x) as count:
         model(x)
     return count.total
@@ -131,37 +101,43 @@ def saved(name: str, depth: int, blocks: list[str]) -> int:
     "name, blocks, numbers",
     [
         ("coatnet", ["stages.2.*"], 24 * 32),  # the input of the block
-        ("v2", ["stages.2.*"], 24 * 16 + 12 * 16 + 64),  # that of its convolution, kept rows of the output, a statistic
-        ("simple norm", ["stages.2.*"], 24 * 16 + 12 * 16),
+        (
+            "convnext v2",
+            ["stages.2.*"],
+            24 * 16 + 12 * 16 + 64,
+        ),  # that of its convolution, kept rows of the output, a statistic
+        ("convnext simple norm", ["stages.2.*"], 24 * 16 + 12 * 16),
     ],
 )
 def test_one_more_block_saves_what_the_docs_say(name, blocks, numbers):
     assert saved(name, 3, blocks) - saved(name, 2, blocks) == 8 * 2 * numbers
 
 
-@pytest.mark.parametrize("name", ["coatnet relative mlp", "maxxvit relative mlp", "v2", "simple norm"])
+@pytest.mark.parametrize(
+    "name", ["coatnet relative mlp", "maxxvit relative mlp", "convnext v2", "convnext simple norm"]
+)
 def test_copies_train_their_own_weights(name):
-    check_copies(torchsbp.apply(model_of(name, drop_path_rate=0.5), keep_ratio=0.5), images())
+    check_copies(torchsbp.apply(MODELS[name].model(drop_path=0.5), keep_ratio=0.5), images(2))
 
 
-@pytest.mark.parametrize("name", ["coatnet", "maxvit", "v2", "simple norm"])
+@pytest.mark.parametrize("name", ["coatnet", "maxvit", "convnext v2", "convnext simple norm"])
 def test_eval_no_grad_and_remove_leave_the_model_as_it_was(name):
-    check_left_as_it_was(model_of(name, drop_path_rate=0.5), images(), keep_ratio=0.5)
+    check_left_as_it_was(MODELS[name].model(drop_path=0.5), images(2), keep_ratio=0.5)
 
 
-@pytest.mark.parametrize("name", ["coatnext", "maxxvit v2", "v2"])
+@pytest.mark.parametrize("name", ["coatnext", "maxxvit v2", "convnext v2"])
 def test_checkpointing_repeats_the_same_masks(name):
-    model = torchsbp.apply(model_of(name, drop_path_rate=0.5), keep_ratio=0.5)
-    _, expected = step(model, images())
+    model = torchsbp.apply(MODELS[name].model(drop_path=0.5), keep_ratio=0.5)
+    _, expected = step(model, images(2))
     torchsbp.set_step(model, 0)
     model.set_grad_checkpointing()
-    assert_gradients(step(model, images())[1], expected)
+    assert_gradients(step(model, images(2))[1], expected)
 
 
 def test_estimate_counts_what_is_saved():
     config = SBPConfig(keep_ratio=0.5)
-    model = model_of("v2").float()
-    x = images().float()
+    model = MODELS["convnext v2"].model().float()
+    x = images(2).float()
     found = torchsbp.estimate(model, x.shape, config, precision="float32", device="cpu")
     torchsbp.apply(model, config=config)
     with SavedBytes(model, x) as expected:
@@ -169,13 +145,13 @@ def test_estimate_counts_what_is_saved():
     assert found.saved_bytes == expected.total
 
 
-@pytest.mark.parametrize("name", ["coatnet", "v2"])
+@pytest.mark.parametrize("name", ["coatnet", "convnext v2"])
 def test_compiled_forward_has_no_second_run(name):
     """Full graph, new masks in every step, no recompilation; forward has no more layers than plain training."""
     backend, layers = counting_backend(LAYERS)
-    plain = model_of(name, drop_path_rate=0.5, depths=(1, 1, 1, 1))
-    check_compiled(copy.deepcopy(plain), images(), backend, steps=1)
-    check_compiled(torchsbp.apply(plain, keep_ratio=0.5), images(), backend, steps=2)
+    plain = MODELS[name].model(drop_path=0.5, depths=(1, 1, 1, 1))
+    check_compiled(copy.deepcopy(plain), images(2), backend, steps=1)
+    check_compiled(torchsbp.apply(plain, keep_ratio=0.5), images(2), backend, steps=2)
     assert layers[0] == layers[1]
 
 
@@ -214,11 +190,11 @@ def test_what_cannot_run_again_is_refused_by_name(name, options, message):
         model = timm.create_model(name, **options)
     with pytest.raises(ValueError, match=message):
         torchsbp.apply(model)
-    assert not any(isinstance(m, torchsbp.sites.Site) for m in model.modules())
+    assert not any(isinstance(m, Site) for m in model.modules())
 
 
 def test_hooks_run_on_blocks_and_are_refused_inside():
-    model = model_of("v2")
+    model = MODELS["convnext v2"].model()
     calls = []
     for module in (model.stages[0].blocks[0], model.stages[0].blocks[0].conv_dw):
         module.register_forward_hook(lambda *args: calls.append(1))
@@ -226,5 +202,5 @@ def test_hooks_run_on_blocks_and_are_refused_inside():
     with pytest.raises(ValueError, match=r"stages.0.blocks.0: mlp.grn has hooks, which would run twice in training"):
         torchsbp.apply(model)
     handle.remove()
-    step(torchsbp.apply(model), images())
+    step(torchsbp.apply(model), images(2))
     assert len(calls) == 2

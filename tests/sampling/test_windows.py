@@ -1,4 +1,4 @@
-"""Windows: places and regions are the libraries' own; equally many kept positions in each, by one order."""
+"""Windows: slots and regions are the libraries' own; equally many kept positions in each, by one order."""
 
 import math
 from itertools import pairwise, product
@@ -7,8 +7,8 @@ import pytest
 import torch
 from timm.models.swin_transformer import SwinTransformerBlock, window_partition
 
-from torchsbp import samplers
-from torchsbp.partitions import Partition, keep
+from torchsbp.sampling import samplers
+from torchsbp.sampling.windows import Partition, first_in_each
 
 CASES = [
     Partition((8, 8), (4, 4), (0, 0), False),
@@ -43,8 +43,8 @@ def positions_in(partition: Partition) -> torch.Tensor:
 def test_positions_are_where_shift_and_window_put_them(partition):
     expected, n = positions_in(partition), math.prod(partition.grid)
     assert torch.equal(partition.positions(torch.device("cpu")), expected.where(expected >= 0, n))
-    places = keep(order_of(partition), partition, 0.5)[1].places
-    assert torch.equal(expected.flatten()[places], torch.arange(n))
+    slots = first_in_each(order_of(partition), partition, 0.5)[1].slot_of_row
+    assert torch.equal(expected.flatten()[slots], torch.arange(n))
 
 
 @pytest.mark.parametrize("grid", [(8, 12), (9, 13)])
@@ -60,7 +60,7 @@ def test_unequal_regions_are_where_timm_masks(grid):
 def test_every_window_keeps_its_first_positions_by_the_order(partition, ratio):
     order = order_of(partition)
     k = max(1, round(ratio * partition.area))
-    kept, _ = keep(order, partition, ratio)
+    kept, _ = first_in_each(order, partition, ratio)
     for sample, rank in zip(kept, order.argsort(1), strict=True):
         expected = []
         for window in positions_in(partition):
@@ -72,7 +72,7 @@ def test_every_window_keeps_its_first_positions_by_the_order(partition, ratio):
 @pytest.mark.parametrize("partition", CASES, ids=str)
 def test_unequal_ratios_are_nested(partition):
     order = order_of(partition)
-    kept = [keep(order, partition, ratio)[0] for ratio in (0.1, 0.25, 0.5, 0.75, 1.0)]
+    kept = [first_in_each(order, partition, ratio)[0] for ratio in (0.1, 0.25, 0.5, 0.75, 1.0)]
     masks = [torch.zeros(order.shape, dtype=torch.bool).scatter(1, positions, True) for positions in kept]
     assert all((small <= large).all() for small, large in pairwise(masks))
     assert masks[-1].all()
@@ -80,7 +80,7 @@ def test_unequal_ratios_are_nested(partition):
 
 def test_slots_filled_and_windows_are_consistent():
     partition = CASES[3]
-    kept, w = keep(order_of(partition), partition, 0.5)
+    kept, w = first_in_each(order_of(partition), partition, 0.5)
     inside = positions_in(partition).expand(3, -1, -1).gather(2, w.slots).flatten(1)
     assert torch.equal(inside[:, w.filled], kept)
     assert (inside >= 0).sum() == kept.numel()
@@ -101,7 +101,7 @@ def test_stages_of_swin_keep_what_the_common_order_says_and_visit_every_position
     coarse, fine, key = (14, 14), (56, 56), samplers.draw_key(0, torch.tensor(0), 0, 256)
     order = samplers.enlarge(samplers.SAMPLERS["grid"](coarse, (ratio,), key), coarse, fine)
     k = round(ratio * 56**2)
-    kept, _ = keep(samplers.shuffle(order, (k,), key), Partition(fine, (7, 7), (shift, shift), False), ratio)
+    kept, _ = first_in_each(samplers.shuffle(order, (k,), key), Partition(fine, (7, 7), (shift, shift), False), ratio)
     windowed, common = (torch.zeros(256, 56**2).scatter(1, chosen, 1) for chosen in (kept, order[:, :k]))
     assert (windowed * common).sum() / windowed.sum() > agreeing
     assert windowed.mean(0).min() > 0.1
@@ -111,5 +111,7 @@ def test_timm_partitions_alike():
     x = torch.randn(2, 8, 12, 3)
     partition = Partition((8, 12), (4, 3), (2, 1), False)
     expected = window_partition(x.roll((-2, -1), (1, 2)), (4, 3)).flatten(1, 2)
-    found = torch.zeros(2, 96, 3).index_copy(1, keep(order_of(partition), partition, 0.5)[1].places, x.flatten(1, 2))
+    found = torch.zeros(2, 96, 3).index_copy(
+        1, first_in_each(order_of(partition), partition, 0.5)[1].slot_of_row, x.flatten(1, 2)
+    )
     assert torch.equal(found.view(-1, 12, 3), expected)

@@ -1,4 +1,4 @@
-"""Attention in windows: forward exact, gradients equal the gated library model, bias tables and scales included."""
+"""Attention in windows: which positions are kept, what is saved, how it composes, what is refused."""
 
 import copy
 
@@ -11,54 +11,21 @@ from torch import nn
 
 import torchsbp
 from torchsbp import SBPConfig
-from torchsbp.sites import Site
+from torchsbp.patching.site import Site
 
-from .counting import MATRIX_PRODUCTS, SavedBytes, counting_backend
-from .families import assert_gradients, check_compiled, check_copies, check_left_as_it_was, step
-from .windows import FAMILIES, check_against_oracle
+from ..counting import MATRIX_PRODUCTS, SavedBytes, counting_backend
+from ..models import WINDOWS
+from ..oracle import check_definition
+from ..steps import assert_gradients, check_compiled, check_copies, check_left_as_it_was, distance, gradients_of, step
 
-SMALL = ["timm", "timm CR, padded, norms", "torchvision v2, padded", "video, padded", "transformers"]
-
-
-@pytest.mark.parametrize("ratio", [1.0, 0.5, 0.25])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_gradients_equal_the_oracle(name, ratio):
-    family = FAMILIES[name]
-    model = family.model()
-    check_against_oracle(family, model, SBPConfig(keep_ratio=ratio), family.images())
-    learned = [n for n, _ in model.named_parameters() if any(part in n for part in ("bias_table", "mlp", "logit"))]
-    assert all(model.get_parameter(n).grad.norm() > 0 for n in learned)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"scope": "block"},
-        {"recompute": False, "per_sample": True, "sampler": "random"},
-        {"blocks": 1.0, "keep_ratio": (0.25, 0.75), "recompute": 0.5, "per_sample": True},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_options_and_stochastic_depth_equal_the_oracle(name, options):
-    family = FAMILIES[name]
-    model = family.model(drop_path_rate=0.5)
-    check_against_oracle(family, model, SBPConfig(**{"keep_ratio": 0.5} | options), family.images())
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_forward_is_bit_identical(name):
-    plain = FAMILIES[name].model()
-    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5)
-    x = FAMILIES[name].images()
-    difference = (step(model, x)[0] - step(plain, x)[0]).abs().max()
-    # transformers' attention is another kernel of PyTorch where it need not differentiate the bias.
-    assert difference < 1e-12 if name.startswith("transformers") else difference == 0
+SMALL = [
+    "swin", "swin CR, padded, norms", "torchvision swin v2, padded", "video swin, padded", "transformers swin",
+]  # fmt: skip
 
 
 def test_kept_positions_are_equally_many_in_every_window():
-    model = torchsbp.apply(FAMILIES["timm"].model(), keep_ratio=0.25)
-    model(FAMILIES["timm"].images())
+    model = torchsbp.apply(WINDOWS["swin"].model(), keep_ratio=0.25)
+    model(WINDOWS["swin"].images())
     for i, grid in enumerate((16, 8)):
         for j, shift in enumerate((0, 2)):
             kept = torchsbp.kept(model)[f"layers.{i}.blocks.{j}"]
@@ -68,9 +35,9 @@ def test_kept_positions_are_equally_many_in_every_window():
 
 def test_masks_of_stages_and_shifts_are_one_mask():
     """Windows of 4×4 are whole cells of the last stage's grid, so no position is marginal."""
-    model = torchsbp.apply(FAMILIES["timm"].model(), keep_ratio=0.5)
+    model = torchsbp.apply(WINDOWS["swin"].model(), keep_ratio=0.5)
     for _ in range(3):
-        model(FAMILIES["timm"].images())
+        model(WINDOWS["swin"].images())
         fine, shifted, coarse, _ = (
             torch.zeros(2, n**2).scatter(1, kept, 1).view(2, 1, n, n)
             for n, kept in zip((16, 16, 8, 8), torchsbp.kept(model).values(), strict=True)
@@ -79,8 +46,8 @@ def test_masks_of_stages_and_shifts_are_one_mask():
         assert torch.equal(fine, F.interpolate(coarse, scale_factor=2))
 
 
-def test_video_recipe_and_whole_frames():
-    family = FAMILIES["video"]
+def test_default_blocks_of_video_and_whole_frames():
+    family = WINDOWS["video swin"]
     model = family.model(depths=(2, 2, 6, 2), num_heads=(1, 1, 2, 2), window_size=[4, 4, 4])
     torchsbp.apply(model, keep_ratio=0.25, sampler="frames_jitter")
     model(family.images())
@@ -91,23 +58,25 @@ def test_video_recipe_and_whole_frames():
     assert frames.shape[1] == 1
 
 
-@pytest.mark.parametrize("name", ["timm, padded", "torchvision v2, padded", "video, padded", "transformers, padded"])
+@pytest.mark.parametrize(
+    "name", ["swin, padded", "torchvision swin v2, padded", "video swin, padded", "transformers swin, padded"]
+)
 def test_image_sizes_may_change(name):
-    family = FAMILIES[name]
+    family = WINDOWS[name]
     model = torchsbp.apply(family.model(), keep_ratio=0.5)
     for more in (0, 8):
         torchsbp.set_step(model, 0)
-        size = (*family.size[:-1], family.size[-1] + more)
+        size = (*family.shape[1:-1], family.shape[-1] + more)
         x = torch.randn(2, 3, *size, dtype=torch.float64)
         _, found = step(model, x)
         fresh = family.model()
-        check_against_oracle(family, fresh, SBPConfig(keep_ratio=0.5), x)
-        assert_gradients(found, {n: p.grad for n, p in fresh.named_parameters()})
+        check_definition(fresh, SBPConfig(keep_ratio=0.5), x)
+        assert_gradients(found, gradients_of(fresh))
 
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_scale_weight_is_the_inverse_ratio(recompute):
-    family = FAMILIES["timm"]
+    family = WINDOWS["swin"]
     options = {"keep_ratio": 0.25, "blocks": [1], "recompute": recompute}
     model, scaled = (torchsbp.apply(family.model(), scale=scale, **options) for scale in ("none", "weight"))
     (_, a), (_, b) = step(model, family.images()), step(scaled, family.images())
@@ -119,9 +88,9 @@ def test_scale_weight_is_the_inverse_ratio(recompute):
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("name", SMALL)
 def test_autocast_forward_equals_plain_and_gradients_are_as_close(name, recompute):
-    family = FAMILIES[name]
+    family = WINDOWS[name]
     plain = family.model().float()
-    if name.startswith("timm CR"):  # its own dropout would hide what is compared
+    if name.startswith("swin CR"):  # its own dropout would hide what is compared
         for block in [b for stage in plain.stages for b in stage.blocks]:
             block.attn.meta_mlp.drop1.p = 0.0
     # 0.999 of a window is the whole window, run on kept rows like any other part of it.
@@ -132,12 +101,10 @@ def test_autocast_forward_equals_plain_and_gradients_are_as_close(name, recomput
         y, found = step(model, x)
         sampled_y, sampled_found = step(sampled, x)
         expected_y, expected = step(plain, x)
-    torch.testing.assert_close(y, expected_y, rtol=0, atol=1e-2 if name == "transformers" else 1e-5)
+    torch.testing.assert_close(y, expected_y, rtol=0, atol=1e-2 if name == "transformers swin" else 1e-5)
     assert torch.equal(sampled_y, y)
     assert all(g.dtype == torch.float32 and g.norm() > 0 for g in sampled_found.values())
-    error = sum((found[k] - exact[k]).square().sum() for k in exact).sqrt()
-    baseline = sum((expected[k] - exact[k]).square().sum() for k in exact).sqrt()
-    assert error <= 1.5 * baseline
+    assert distance(found, exact) <= 1.5 * distance(expected, exact)
 
 
 def saved(model: nn.Module, x: torch.Tensor) -> int:
@@ -146,32 +113,32 @@ def saved(model: nn.Module, x: torch.Tensor) -> int:
     return count.total
 
 
-@pytest.mark.parametrize("name", ["timm", "timm v2", "torchvision"])
+@pytest.mark.parametrize("name", ["swin", "swin v2", "torchvision swin"])
 def test_a_recomputed_block_saves_its_input_alone(name):
     """Two more blocks, with and without shift: B N C numbers more for each, whether they are sampled or not."""
-    family = FAMILIES[name]
+    family = WINDOWS[name]
     for blocks in ([0, 1], [0, 1, 2, 3]):
         short = torchsbp.apply(family.model(depths=(2, 2)), keep_ratio=0.5, blocks=[0, 1])
         long = torchsbp.apply(family.model(depths=(4, 2)), keep_ratio=0.5, blocks=blocks)
-        more = 2 * 2 * 2 if name == "torchvision" else 0  # stochastic depth's factors, also where p = 0
+        more = 2 * 2 * 2 if name == "torchvision swin" else 0  # stochastic depth's factors, also where p = 0
         assert (saved(long, family.images()) - saved(short, family.images())) // 8 == 2 * 2 * 256 * 12 + more
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_copies_train_their_own_weights(name):
-    model = torchsbp.apply(FAMILIES[name].model(drop_path_rate=0.5), keep_ratio=0.5)
-    check_copies(model, FAMILIES[name].images())
+    model = torchsbp.apply(WINDOWS[name].model(drop_path=0.5), keep_ratio=0.5)
+    check_copies(model, WINDOWS[name].images())
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_eval_no_grad_and_remove_leave_the_model_as_it_was(name):
-    check_left_as_it_was(FAMILIES[name].model(drop_path_rate=0.5), FAMILIES[name].images(), keep_ratio=0.5)
+    check_left_as_it_was(WINDOWS[name].model(drop_path=0.5), WINDOWS[name].images(), keep_ratio=0.5)
 
 
-@pytest.mark.parametrize("name", ["timm", "timm CR, padded, norms"])
+@pytest.mark.parametrize("name", ["swin", "swin CR, padded, norms"])
 def test_checkpointing_repeats_the_same_masks(name):
-    model = torchsbp.apply(FAMILIES[name].model(drop_path_rate=0.5), keep_ratio=0.5)
-    x = FAMILIES[name].images()
+    model = torchsbp.apply(WINDOWS[name].model(drop_path=0.5), keep_ratio=0.5)
+    x = WINDOWS[name].images()
     _, expected = step(model, x)
     torchsbp.set_step(model, 0)
     model.set_grad_checkpointing()
@@ -180,8 +147,8 @@ def test_checkpointing_repeats_the_same_masks(name):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_frozen_parts_get_nothing_and_leave_the_rest_as_it_is(name):
-    x = FAMILIES[name].images()
-    model = torchsbp.apply(FAMILIES[name].model(drop_path_rate=0.5), keep_ratio=0.5)
+    x = WINDOWS[name].images()
+    model = torchsbp.apply(WINDOWS[name].model(drop_path=0.5), keep_ratio=0.5)
     _, everything = step(model, x)
     torchsbp.set_step(model, 0)
     for i, p in enumerate(model.parameters()):
@@ -194,8 +161,8 @@ def test_frozen_parts_get_nothing_and_leave_the_rest_as_it_is(name):
 @pytest.mark.parametrize("recompute", [True, False])
 def test_estimate_counts_what_is_saved(recompute):
     config = SBPConfig(keep_ratio=0.5, recompute=recompute)
-    model = FAMILIES["timm, padded"].model().float()
-    x = FAMILIES["timm, padded"].images().float()
+    model = WINDOWS["swin, padded"].model().float()
+    x = WINDOWS["swin, padded"].images().float()
     found = torchsbp.estimate(model, x.shape, config, precision="float32", device="cpu")
     torchsbp.apply(model, config=config)
     with SavedBytes(model, x) as expected:
@@ -206,16 +173,20 @@ def test_estimate_counts_what_is_saved(recompute):
 @pytest.mark.parametrize(
     "name, options, message",
     [
-        ("timm", {"proj_drop_rate": 0.1}, r"attn.proj_drop is Dropout\(p=0.1\), which is not supported"),
-        ("timm v2", {"attn_drop_rate": 0.1}, r"attn.attn_drop is Dropout\(p=0.1\), which is not supported"),
-        ("torchvision", {"attention_dropout": 0.1}, r"attn.attention_dropout is 0.1, which is not supported"),
-        ("video", {"dropout": 0.1}, r"attn.dropout is 0.1, which is not supported"),
-        ("transformers", {"attention_probs_dropout_prob": 0.1}, r"attention.attention_dropout is 0.1, which is not"),
-        ("transformers v2", {"hidden_dropout_prob": 0.1}, r"output.dropout is Dropout\(p=0.1\), which is not"),
+        ("swin", {"proj_drop_rate": 0.1}, r"attn.proj_drop is Dropout\(p=0.1\), which is not supported"),
+        ("swin v2", {"attn_drop_rate": 0.1}, r"attn.attn_drop is Dropout\(p=0.1\), which is not supported"),
+        ("torchvision swin", {"attention_dropout": 0.1}, r"attn.attention_dropout is 0.1, which is not supported"),
+        ("video swin", {"dropout": 0.1}, r"attn.dropout is 0.1, which is not supported"),
+        (
+            "transformers swin",
+            {"attention_probs_dropout_prob": 0.1},
+            r"attention.attention_dropout is 0.1, which is not",
+        ),
+        ("transformers swin v2", {"hidden_dropout_prob": 0.1}, r"output.dropout is Dropout\(p=0.1\), which is not"),
     ],
 )
 def test_dropout_is_refused_by_name(name, options, message):
-    model = FAMILIES[name].model(**options)
+    model = WINDOWS[name].model(**options)
     with pytest.raises(ValueError, match=message):
         torchsbp.apply(model)
     assert not any(isinstance(m, Site) for m in model.modules())
@@ -225,11 +196,11 @@ def test_dropout_is_refused_by_name(name, options, message):
 def test_rules_that_windows_do_not_have(rule):
     message = rf"layers.0.blocks.0: attention='{rule}' is not allowed here; allowed: 'query'"
     with pytest.raises(ValueError, match=message):
-        torchsbp.apply(FAMILIES["timm"].model(), attention=rule)
+        torchsbp.apply(WINDOWS["swin"].model(), attention=rule)
 
 
 def test_another_attention_is_refused_by_name():
-    model = FAMILIES["timm"].model()
+    model = WINDOWS["swin"].model()
     model.layers[0].blocks[1].attn = nn.Identity()
     with pytest.raises(ValueError, match=r"layers.0.blocks.1: attn is torch.nn.*Identity; supported: timm.*Attention"):
         torchsbp.apply(model)
@@ -250,8 +221,8 @@ def test_transformers_backbone_and_windows_it_does_not_adapt():
 def test_compiled_forward_has_no_second_run():
     """Full graph, new masks in every step, no recompilation; forward has no more products than plain training."""
     backend, products = counting_backend(MATRIX_PRODUCTS)
-    family = FAMILIES["torchvision, padded"]
-    plain, x = family.model(depths=(2, 1), drop_path_rate=0.5), family.images()
+    family = WINDOWS["torchvision swin, padded"]
+    plain, x = family.model(depths=(2, 1), drop_path=0.5), family.images()
     check_compiled(copy.deepcopy(plain), x, backend, steps=1)
     check_compiled(torchsbp.apply(plain, keep_ratio=0.5, blocks=[0, 1]), x, backend, steps=3)
     assert products[0] == products[1]

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from torchsbp.schedules import Milestones, check_ratio, over_depth, ramp, validate
+from torchsbp.sampling.schedules import Milestones, check_ratio, over_depth, ramp, validate
 
 
 def test_a_number_is_repeated_over_depth():

@@ -7,8 +7,10 @@ from torch import nn
 
 import torchsbp
 from torchsbp import SBPConfig, schedules
+from torchsbp.patching.site import Site
 
-from .families import FAMILIES, entry_of, images, step, tiny_convnext, tiny_vit
+from ..models import LEAN, images, tiny_convnext, tiny_vit
+from ..steps import entry_of, step
 
 
 class NoBlock:
@@ -67,7 +69,7 @@ def test_unknown_preset():
 
 def refuse(options, error, message) -> None:
     """The error, and the model as it was."""
-    model = FAMILIES["vit"].model()
+    model = LEAN["vit"].model()
     classes, attributes = [type(m) for m in model.modules()], [set(m.__dict__) for m in model.modules()]
     with pytest.raises(error, match=message):
         torchsbp.apply(model, **options)
@@ -76,7 +78,7 @@ def refuse(options, error, message) -> None:
 
 
 def test_second_apply_and_needless_remove():
-    model = torchsbp.apply(FAMILIES["vit"].model())
+    model = torchsbp.apply(LEAN["vit"].model())
     with pytest.raises(ValueError, match=r"already patched .*call torchsbp.remove\(model\) first"):
         torchsbp.apply(model)
     torchsbp.remove(model)
@@ -87,7 +89,7 @@ def test_second_apply_and_needless_remove():
 
 def test_kept_before_training():
     with pytest.raises(RuntimeError, match="no forward has run in training mode"):
-        torchsbp.kept(torchsbp.apply(FAMILIES["vit"].model()))
+        torchsbp.kept(torchsbp.apply(LEAN["vit"].model()))
 
 
 def test_nothing_to_patch_names_what_was_found():
@@ -137,7 +139,7 @@ def test_unsupported_parts_are_refused_by_name(options, message):
     model = tiny_vit(**options)
     with pytest.raises(ValueError, match=message):
         torchsbp.apply(model)
-    assert not any(isinstance(m, torchsbp.sites.Site) for m in model.modules())
+    assert not any(isinstance(m, Site) for m in model.modules())
 
 
 def test_hooks_that_would_not_run_are_refused_by_name():
@@ -165,7 +167,7 @@ def test_a_block_that_appears_twice_is_refused():
     model.blocks[1] = model.blocks[2]
     with pytest.raises(ValueError, match=r"blocks.2 is the same module as blocks.1"):
         torchsbp.apply(model)
-    assert not any(isinstance(m, torchsbp.sites.Site) for m in model.modules())
+    assert not any(isinstance(m, Site) for m in model.modules())
 
 
 @pytest.mark.parametrize("rule", ["qkv", "head"])
@@ -187,7 +189,7 @@ def test_an_error_in_the_second_backbone_leaves_the_first_alone():
     model = nn.ModuleList([tiny_vit(), tiny_vit(depth=6)])
     with pytest.raises(ValueError, match=r"lists 2 ratios for 3 SBP blocks|lists 3 ratios for 2 SBP blocks"):
         torchsbp.apply(model, keep_ratio=[0.5, 0.5, 0.5])
-    assert not any(isinstance(m, torchsbp.sites.Site) for m in model.modules())
+    assert not any(isinstance(m, Site) for m in model.modules())
 
 
 def test_attention_mask_is_refused_in_training():

@@ -13,11 +13,12 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 import torchsbp
-from torchsbp import SBPConfig
+from torchsbp.sampling import masks
 
-from .counting import SavedBytes
-from .families import FAMILIES, assert_gradients, entry_of, images, step, tiny_vit
-from .oracle import install
+from ..counting import SavedBytes
+from ..models import LEAN, images, tiny_vit
+from ..oracle import check_step
+from ..steps import assert_gradients, distance, entry_of, gradients_of, loss_of, step
 
 SMALL = ["vit", "vit layer scale, drop path", "convnext", "torchvision convnext"]
 
@@ -25,7 +26,7 @@ SMALL = ["vit", "vit layer scale, drop path", "convnext", "torchvision convnext"
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", SMALL)
 def test_autocast_forward_equals_plain_and_gradients_are_as_close(name, dtype):
-    plain = FAMILIES[name].model().float()
+    plain = LEAN[name].model().float()
     model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=1.0)
     x = images().float()
     _, exact = step(plain, x)
@@ -34,16 +35,14 @@ def test_autocast_forward_equals_plain_and_gradients_are_as_close(name, dtype):
         expected_y, expected = step(plain, x)
     assert y.dtype == expected_y.dtype
     torch.testing.assert_close(y, expected_y, rtol=0, atol=1e-5)
-    error = sum((found[k] - exact[k]).square().sum() for k in exact).sqrt()
-    baseline = sum((expected[k] - exact[k]).square().sum() for k in exact).sqrt()
-    assert error <= 1.5 * baseline
+    assert distance(found, exact) <= 1.5 * distance(expected, exact)
     assert all(found[k].dtype == torch.float32 for k in found)
 
 
 @pytest.mark.parametrize("name", ["vit", "convnext"])
 def test_grad_scaler_in_half_precision(name):
     """Unscaled gradients are as close as plain ones; an overflow reaches the scaler, which skips the step."""
-    plain = FAMILIES[name].model().float()
+    plain = LEAN[name].model().float()
     x = images().float()
     _, exact = step(plain, x)
 
@@ -52,8 +51,7 @@ def test_grad_scaler_in_half_precision(name):
         model.zero_grad()
         with torch.autocast("cpu", torch.float16):
             y = model(x)
-        weights = torch.linspace(-1, 1, y.numel()).view_as(y)
-        scaler.scale((y.float() * weights + y.float().square()).sum()).backward()
+        scaler.scale(loss_of(y.float())).backward()
         scaler.unscale_(optimizer)
         return scaler, optimizer
 
@@ -61,7 +59,7 @@ def test_grad_scaler_in_half_precision(name):
     for ratio in (None, 1.0):
         model = copy.deepcopy(plain) if ratio is None else torchsbp.apply(copy.deepcopy(plain), keep_ratio=ratio)
         scaled(model, 2.0**6)
-        errors[ratio] = sum((p.grad - exact[n]).square().sum() for n, p in model.named_parameters()).sqrt()
+        errors[ratio] = distance(gradients_of(model), exact)
     assert errors[1.0] <= 1.5 * errors[None]
 
     model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5)
@@ -80,6 +78,7 @@ def no_recompilation():
     torch._dynamo.reset()
 
 
+FEWER = {"vit": {"depth": 2}, "convnext": {"depths": (1, 1, 1, 1)}}  # blocks to compile: a sampled and an exact one
 COMPILED = [
     ("vit", {}),
     ("vit", {"attention": "qkv", "per_sample": True, "sampler": "random"}),
@@ -101,10 +100,10 @@ def test_inductor(name, no_recompilation):
 
 
 def check_compiled(name: str, options: dict, backend: str, steps: int) -> None:
-    eager = torchsbp.apply(FAMILIES[name].model(), keep_ratio=0.5, **options)
+    eager = torchsbp.apply(LEAN[name].model(**FEWER[name]), keep_ratio=0.5, **options)
     model = copy.deepcopy(eager)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
-    masks = set()
+    seen = set()
     for i in range(steps):
         x = images() + i
         with SavedBytes(eager, x) as expected:
@@ -115,21 +114,20 @@ def check_compiled(name: str, options: dict, backend: str, steps: int) -> None:
         torch.manual_seed(2)
         with SavedBytes(model, x) as saved:
             y = compiled(x)
-        weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
-        (y * weights + y.square()).sum().backward()
-        assert_gradients({n: p.grad for n, p in model.named_parameters()}, expected_gradients)
+        loss_of(y).backward()
+        assert_gradients(gradients_of(model), expected_gradients)
         kept, expected_kept = torchsbp.kept(model), torchsbp.kept(eager)
         assert all(torch.equal(kept[site], expected_kept[site]) for site in kept)
         if backend != "inductor":  # which also saves the image in another memory format
             assert saved.total <= expected.total
-        masks.add(tuple(torch.cat([k.flatten() for k in kept.values()]).tolist()))
-    assert len(masks) > 1
+        seen.add(tuple(torch.cat([k.flatten() for k in kept.values()]).tolist()))
+    assert len(seen) > 1
     assert entry_of(model).sbp_step == steps
 
 
 def test_compiled_convnext_with_changing_image_sizes():
     torch._dynamo.reset()
-    eager = torchsbp.apply(FAMILIES["convnext"].model(), keep_ratio=0.5)
+    eager = torchsbp.apply(LEAN["convnext"].model(**FEWER["convnext"]), keep_ratio=0.5)
     model = copy.deepcopy(eager)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for size in ((64, 96), (96, 64), (64, 128)):
@@ -138,12 +136,11 @@ def test_compiled_convnext_with_changing_image_sizes():
         compiled(x).square().sum().backward()
         eager.zero_grad()
         eager(x).square().sum().backward()
-        found, expected = ({n: p.grad for n, p in m.named_parameters()} for m in (model, eager))
-        assert_gradients(found, expected)
+        assert_gradients(gradients_of(model), gradients_of(eager))
 
 
 def test_compiled_once_for_all_batch_sizes(no_recompilation):
-    eager = torchsbp.apply(FAMILIES["vit"].model(depth=1), keep_ratio=0.5, scale="weight")
+    eager = torchsbp.apply(LEAN["vit"].model(depth=1), keep_ratio=0.5, scale="weight")
     model = copy.deepcopy(eager)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     for batch in (4, 6, 2):  # not 3, the number of channels: sizes that are equal at first are taken to stay equal
@@ -152,13 +149,12 @@ def test_compiled_once_for_all_batch_sizes(no_recompilation):
             m.zero_grad()
         compiled(x).square().sum().backward()
         eager(x).square().sum().backward()
-        found, expected = ({n: p.grad for n, p in m.named_parameters()} for m in (model, eager))
-        assert_gradients(found, expected)
+        assert_gradients(gradients_of(model), gradients_of(eager))
         assert torch.equal(torchsbp.kept(model)["blocks.0"], torchsbp.kept(eager)["blocks.0"])
 
 
 def test_compiled_with_checkpointed_blocks(no_recompilation):
-    eager = torchsbp.apply(FAMILIES["vit"].model(depth=1), keep_ratio=0.5)
+    eager = torchsbp.apply(LEAN["vit"].model(depth=1), keep_ratio=0.5)
     model = copy.deepcopy(eager)
     model.set_grad_checkpointing()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -167,14 +163,13 @@ def test_compiled_with_checkpointed_blocks(no_recompilation):
             m.zero_grad()
         compiled(images() + i).square().sum().backward()
         eager(images() + i).square().sum().backward()
-        found, expected = ({n: p.grad for n, p in m.named_parameters()} for m in (model, eager))
-        assert_gradients(found, expected)
+        assert_gradients(gradients_of(model), gradients_of(eager))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at the block's non-leaf input
 def test_compiled_blocks_alone(no_recompilation):
     """Regional compilation: masks are inputs of each block's graph."""
-    eager = torchsbp.apply(FAMILIES["vit"].model(), keep_ratio=0.5)
+    eager = torchsbp.apply(LEAN["vit"].model(), keep_ratio=0.5)
     model = copy.deepcopy(eager)
     with torch._dynamo.config.patch(error_on_recompile=False):
         for block in model.blocks:
@@ -199,16 +194,16 @@ def _run(rank: int, worker, folder: str, *args) -> None:
 
 def average_of_ranks(monkeypatch, masks_step: int, **options) -> dict[str, torch.Tensor]:
     """What two processes must find: each half of the batch with the masks of its rank."""
-    model = torchsbp.apply(FAMILIES["vit"].model(), **options)
+    model = torchsbp.apply(LEAN["vit"].model(), **options)
     for rank in range(2):
-        monkeypatch.setattr(torchsbp.masks, "_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(masks, "_rank", lambda rank=rank: rank)
         torchsbp.set_step(model, masks_step)
         model(images(4)[2 * rank : 2 * rank + 2]).square().sum().backward()
     return {n: p.grad / 2 for n, p in model.named_parameters()}
 
 
 def train_ddp(rank: int, ratio: float) -> dict:
-    model = torchsbp.apply(FAMILIES["vit"].model(), keep_ratio=ratio, sampler="random")
+    model = torchsbp.apply(LEAN["vit"].model(), keep_ratio=ratio, sampler="random")
     parallel = nn.parallel.DistributedDataParallel(model)
     x = images(4)[2 * rank : 2 * rank + 2]
     for _ in range(2):  # unused parameters would raise in the second step
@@ -221,7 +216,7 @@ def train_ddp(rank: int, ratio: float) -> dict:
 
 
 def test_ddp_equals_one_process(tmp_path):
-    model = torchsbp.apply(FAMILIES["vit"].model(), keep_ratio=1.0)
+    model = torchsbp.apply(LEAN["vit"].model(), keep_ratio=1.0)
     model(images(4)).square().sum().backward()
     expected = {n: p.grad / 2 for n, p in model.named_parameters()}  # DDP averages over processes
     for result in spawn(train_ddp, tmp_path, 1.0):
@@ -240,7 +235,7 @@ def train_fsdp(rank: int, ratio: float) -> dict:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = torchsbp.apply(FAMILIES["vit"].model(), keep_ratio=ratio)
+    model = torchsbp.apply(LEAN["vit"].model(), keep_ratio=ratio)
     mesh = init_device_mesh("cpu", (2,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -250,7 +245,7 @@ def train_fsdp(rank: int, ratio: float) -> dict:
 
 
 def test_fsdp2_equals_one_process(tmp_path):
-    model = torchsbp.apply(FAMILIES["vit"].model(), keep_ratio=1.0)
+    model = torchsbp.apply(LEAN["vit"].model(), keep_ratio=1.0)
     model(images(4)).square().sum().backward()
     expected = {n: p.grad / 2 for n, p in model.named_parameters()}
     for result in spawn(train_fsdp, tmp_path, 1.0):
@@ -277,14 +272,14 @@ def test_ema_averages_the_weights_and_leaves_the_masks_alone():
     """The average is a patched copy of its own; at ratio 1 it is that of plain training, at 0.5 training is unmoved."""
     averages = []
     for ratio in (1.0, None):
-        model = FAMILIES["vit"].model() if ratio is None else torchsbp.apply(FAMILIES["vit"].model(), ratio)
+        model = LEAN["vit"].model() if ratio is None else torchsbp.apply(LEAN["vit"].model(), ratio)
         averages.append(ModelEmaV3(model, decay=0.5))
         trained(model, range(3), averages[-1])
     found, expected = (dict(ema.module.named_parameters()) for ema in averages)
     assert_gradients(found, expected)
 
-    alone = trained(torchsbp.apply(FAMILIES["vit"].model(), 0.5, sampler="random"), range(3))
-    model = torchsbp.apply(FAMILIES["vit"].model(), 0.5, sampler="random")
+    alone = trained(torchsbp.apply(LEAN["vit"].model(), 0.5, sampler="random"), range(3))
+    model = torchsbp.apply(LEAN["vit"].model(), 0.5, sampler="random")
     ema = ModelEmaV3(model, decay=0.5)
     trained(model, range(3), ema)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), alone.parameters(), strict=True))
@@ -293,31 +288,31 @@ def test_ema_averages_the_weights_and_leaves_the_masks_alone():
 
 @pytest.mark.parametrize("name", ["vit", "convnext"])
 def test_a_state_dict_continues_in_a_new_model_and_loads_into_a_plain_one(name):
-    whole = trained(torchsbp.apply(FAMILIES[name].model(), 0.5, sampler="random"), range(4))
-    half = trained(torchsbp.apply(FAMILIES[name].model(), 0.5, sampler="random"), range(2))
-    model = torchsbp.apply(FAMILIES[name].model(), 0.5, sampler="random")
+    whole = trained(torchsbp.apply(LEAN[name].model(), 0.5, sampler="random"), range(4))
+    half = trained(torchsbp.apply(LEAN[name].model(), 0.5, sampler="random"), range(2))
+    model = torchsbp.apply(LEAN[name].model(), 0.5, sampler="random")
     model.load_state_dict(half.state_dict())
     torchsbp.set_step(model, 2)
     trained(model, range(2, 4))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
-    plain = FAMILIES[name].model().eval()
+    plain = LEAN[name].model().eval()
     plain.load_state_dict(whole.state_dict())
     assert torch.equal(plain(images()), whole.eval()(images()))
 
 
 @pytest.mark.parametrize("name", ["vit", "convnext"])
 def test_export_in_eval_mode(name):
-    model = torchsbp.apply(FAMILIES[name].model(), keep_ratio=0.5).eval()
+    model = torchsbp.apply(LEAN[name].model(), keep_ratio=0.5).eval()
     batch = {0: torch.export.Dim("batch")}
     exported = torch.export.export(model, (images(4),), dynamic_shapes=(batch,))
     assert torch.equal(exported.module()(images(2)), model(images(2)))
-    assert exported.state_dict.keys() == FAMILIES[name].model().state_dict().keys()
+    assert exported.state_dict.keys() == LEAN[name].model().state_dict().keys()
 
 
 def test_hooks_on_blocks_see_what_they_see_in_a_plain_model():
     seen: dict[float | None, list[torch.Tensor]] = {None: [], 1.0: []}
     for ratio, values in seen.items():
-        model = FAMILIES["vit"].model() if ratio is None else torchsbp.apply(FAMILIES["vit"].model(), ratio)
+        model = LEAN["vit"].model() if ratio is None else torchsbp.apply(LEAN["vit"].model(), ratio)
         block = model.blocks[1]
         block.register_forward_pre_hook(lambda _, args, v=values: v.append(args[0].detach()))
         block.register_forward_hook(lambda _, args, y, v=values: v.append(y.detach()))
@@ -331,17 +326,13 @@ def test_hooks_on_blocks_see_what_they_see_in_a_plain_model():
 @pytest.mark.parametrize("name", ["vit", "convnext"])
 def test_a_new_head_after_apply(name):
     """timm's reset_classifier; the rest of the model is as the oracle says."""
-    models = [torchsbp.apply(FAMILIES[name].model(), keep_ratio=0.5), FAMILIES[name].model()]
+    models = [torchsbp.apply(LEAN[name].model(), keep_ratio=0.5), LEAN[name].model()]
     for model in models:
         torch.manual_seed(3)
         model.reset_classifier(7)
         model.double()
-    y, gradients = step(models[0], images())
-    install(models[1], torchsbp.kept(models[0]), SBPConfig(keep_ratio=0.5))
-    expected_y, expected = step(models[1], images())
-    assert y.shape == (3, 7)
-    torch.testing.assert_close(y, expected_y, rtol=1e-12, atol=1e-12)
-    assert_gradients(gradients, expected)
+    check_step(*models, images())
+    assert models[0](images()).shape == (3, 7)
 
 
 def test_vit_with_changing_image_sizes():
@@ -349,11 +340,5 @@ def test_vit_with_changing_image_sizes():
     model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5)
     for height, width in ((64, 64), (96, 64), (48, 128)):
         x = torch.randn(2, 3, height, width, dtype=torch.float64)
-        y, gradients = step(model, x)
-        kept = torchsbp.kept(model)
-        assert kept["blocks.2"].shape == (2, 1 + height * width // 256 // 2)
-        oracle = copy.deepcopy(plain)
-        install(oracle, kept, SBPConfig(keep_ratio=0.5))
-        expected_y, expected = step(oracle, x)
-        torch.testing.assert_close(y, expected_y, rtol=1e-12, atol=1e-12)
-        assert_gradients(gradients, expected)
+        check_step(model, copy.deepcopy(plain), x)
+        assert torchsbp.kept(model)["blocks.2"].shape == (2, 1 + height * width // 256 // 2)

@@ -8,9 +8,12 @@ from torch import nn
 
 import torchsbp
 from torchsbp import SBPConfig
-from torchsbp.residual import ResidualSite
+from torchsbp.patching.replay import Residual
+from torchsbp.patching.site import patched_modules
 
-from .families import FAMILIES, assert_gradients, check_against_oracle, images, step
+from ..models import LEAN, images
+from ..oracle import check_definition, check_rule
+from ..steps import assert_gradients, distance, gradients_of, step
 
 peft = pytest.importorskip("peft")
 
@@ -26,31 +29,31 @@ def adapted(model: nn.Module, **options) -> nn.Module:
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
 @pytest.mark.parametrize("rule", ["query", "qkv", "head"])
 def test_gradients_equal_the_oracle(rule, ratio):
-    check_against_oracle(adapted(FAMILIES["vit"].model()), SBPConfig(keep_ratio=ratio, attention=rule), images())
+    check_rule(adapted(LEAN["vit"].model()), SBPConfig(keep_ratio=ratio, attention=rule), images())
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["vit", "convnext"])
 def test_gradients_equal_the_oracle_on_a_gpu(name):
-    check_against_oracle(adapted(FAMILIES[name].model()).cuda(), SBPConfig(keep_ratio=0.5), images().cuda())
+    check_definition(adapted(LEAN[name].model()).cuda(), SBPConfig(keep_ratio=0.5), images().cuda())
 
 
 @pytest.mark.parametrize("name", ["convnext", "convnext 1×1 conv, drop path"])
 def test_convnext_equals_the_oracle(name):
-    check_against_oracle(adapted(FAMILIES[name].model()), SBPConfig(keep_ratio=0.5), images())
+    check_definition(adapted(LEAN[name].model()), SBPConfig(keep_ratio=0.5), images())
 
 
 def test_two_adapters_equal_the_oracle():
-    model = adapted(FAMILIES["vit"].model())
+    model = adapted(LEAN["vit"].model())
     model.add_adapter("more", peft.LoraConfig(r=2, target_modules=["fc1"], init_lora_weights=False))
     model.base_model.set_adapter(["default", "more"])
-    check_against_oracle(model, SBPConfig(keep_ratio=0.5), images())
+    check_definition(model, SBPConfig(keep_ratio=0.5), images())
 
 
 def test_the_order_does_not_matter_and_only_adapters_train():
-    after = torchsbp.apply(adapted(FAMILIES["vit"].model()), keep_ratio=0.5)
-    before = adapted(torchsbp.apply(FAMILIES["vit"].model(), keep_ratio=0.5))
+    after = torchsbp.apply(adapted(LEAN["vit"].model()), keep_ratio=0.5)
+    before = adapted(torchsbp.apply(LEAN["vit"].model(), keep_ratio=0.5))
     (_, found), (_, expected) = step(before, images()), step(after, images())
     assert_gradients(found, expected)
     assert all("lora" in name or "head" in name for name in found)
@@ -59,7 +62,7 @@ def test_the_order_does_not_matter_and_only_adapters_train():
 
 def test_merged_into_the_plain_model():
     """What was trained is merged and unloaded as from any other model."""
-    model = torchsbp.apply(adapted(FAMILIES["vit"].model()), keep_ratio=0.5)
+    model = torchsbp.apply(adapted(LEAN["vit"].model()), keep_ratio=0.5)
     step(model, images())
     expected = model.eval()(images())
     plain = torchsbp.remove(model).merge_and_unload()
@@ -67,29 +70,27 @@ def test_merged_into_the_plain_model():
 
 
 def test_disabled_adapters_take_no_part():
-    plain = adapted(FAMILIES["vit"].model())
+    plain = adapted(LEAN["vit"].model())
     model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=1.0)
     with plain.disable_adapter(), model.disable_adapter():
         torch.testing.assert_close(model(images()), plain(images()), rtol=1e-12, atol=1e-12)
 
 
 def test_autocast_forms_the_weight_in_full_precision():
-    plain = adapted(FAMILIES["vit"].model().float())
+    plain = adapted(LEAN["vit"].model().float())
     model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=1.0)
     x = images().float()
     _, exact = step(plain, x)
     with torch.autocast("cpu", torch.bfloat16):
         (_, found), (_, expected) = step(model, x), step(plain, x)
-    error = sum((found[k] - exact[k]).square().sum() for k in exact).sqrt()
-    baseline = sum((expected[k] - exact[k]).square().sum() for k in exact).sqrt()
-    assert error <= 1.5 * baseline
+    assert distance(found, exact) <= 1.5 * distance(expected, exact)
 
 
 def test_a_half_precision_weight_is_not_summed():
     """Its rounding step is larger than a young adapter's B·A: the forward pass would not see the adapter."""
-    model = torchsbp.apply(adapted(FAMILIES["vit"].model().bfloat16()))
-    assert any(isinstance(module, ResidualSite) for module in model.modules())
-    model = torchsbp.apply(adapted(FAMILIES["vit"].model().float())).bfloat16()
+    model = torchsbp.apply(adapted(LEAN["vit"].model().bfloat16()))
+    assert any(isinstance(module.sbp, Residual) for _, module in patched_modules(model))
+    model = torchsbp.apply(adapted(LEAN["vit"].model().float())).bfloat16()
     message = r"attn.qkv has a torch.bfloat16 weight, in whose rounding small adapters vanish; keep"
     with pytest.raises(ValueError, match=message):
         model(images().bfloat16())
@@ -97,12 +98,11 @@ def test_a_half_precision_weight_is_not_summed():
 
 def test_compiled_gradients_are_those_of_eager():
     torch._dynamo.reset()
-    eager = torchsbp.apply(adapted(FAMILIES["vit"].model(depth=1)), keep_ratio=0.5)
+    eager = torchsbp.apply(adapted(LEAN["vit"].model(depth=1)), keep_ratio=0.5)
     model = copy.deepcopy(eager)
     torch.compile(model, fullgraph=True, backend="aot_eager")(images()).square().sum().backward()
     eager(images()).square().sum().backward()
-    found, expected = ({n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (model, eager))
-    assert_gradients(found, expected)
+    assert_gradients(gradients_of(model), gradients_of(eager))
 
 
 @pytest.mark.parametrize(
@@ -114,27 +114,27 @@ def test_compiled_gradients_are_those_of_eager():
     ids=str,
 )
 def test_what_is_not_one_weight_is_run_by_its_own_forward(options, message):
-    check_against_oracle(adapted(FAMILIES["vit"].model(), **options), SBPConfig(keep_ratio=0.5), images())
-    model = adapted(torchsbp.apply(FAMILIES["vit"].model()), **options)  # too late, and nobody calls train()
+    check_definition(adapted(LEAN["vit"].model(), **options), SBPConfig(keep_ratio=0.5), images())
+    model = adapted(torchsbp.apply(LEAN["vit"].model()), **options)  # too late, and nobody calls train()
     with pytest.raises(ValueError, match=f"SBPBlock was changed after torchsbp.apply: {message}"):
         model(images())
 
 
 def test_other_adapters():
     ia3 = peft.IA3Config(target_modules=["qkv"], feedforward_modules=[])
-    check_against_oracle(peft.get_peft_model(FAMILIES["vit"].model(), ia3), SBPConfig(keep_ratio=0.5), images())
-    model = peft.get_peft_model(torchsbp.apply(FAMILIES["vit"].model()), ia3)
+    check_definition(peft.get_peft_model(LEAN["vit"].model(), ia3), SBPConfig(keep_ratio=0.5), images())
+    model = peft.get_peft_model(torchsbp.apply(LEAN["vit"].model()), ia3)
     with pytest.raises(ValueError, match=r"attn.qkv is peft.tuners.ia3.layer.Linear; supported: .*peft's LoRA"):
         model(images())
 
 
 def test_dropout_and_merged_adapters_are_refused():
     with pytest.raises(ValueError, match=r"attn.qkv.lora_dropout.default is Dropout\(p=0.1\), which is not supported"):
-        torchsbp.apply(adapted(FAMILIES["vit"].model(), lora_dropout=0.1))
-    model = adapted(torchsbp.apply(FAMILIES["vit"].model()), lora_dropout=0.1)
+        torchsbp.apply(adapted(LEAN["vit"].model(), lora_dropout=0.1))
+    model = adapted(torchsbp.apply(LEAN["vit"].model()), lora_dropout=0.1)
     with pytest.raises(ValueError, match=r"attn.qkv has LoRA dropout 0.1; supported: lora_dropout=0"):
         model(images())
-    model = adapted(torchsbp.apply(FAMILIES["vit"].model()))
+    model = adapted(torchsbp.apply(LEAN["vit"].model()))
     model.merge_adapter()
     with pytest.raises(ValueError, match=r"attn.qkv has its adapters merged .*unmerge them first"):
         model(images())

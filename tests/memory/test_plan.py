@@ -12,12 +12,11 @@ from torch import nn
 
 import torchsbp
 from torchsbp import SBPConfig
-from torchsbp.memory import DoesNotFitError, largest_batch
-from torchsbp.memory.estimating import describe
-from torchsbp.memory.planning import Candidate, largest_within, levels
+from torchsbp.memory.estimate import describe
+from torchsbp.memory.plan import Candidate, DoesNotFitError, largest_batch, largest_within, levels
 from torchsbp.memory.sizes import mib, parse_size
 
-from .families import tiny_convnext, tiny_vit
+from ..models import tiny_convnext, tiny_vit
 
 SHAPE = (64, 3, 64, 96)
 GIB = 2**30
@@ -199,7 +198,7 @@ def test_models_on_the_meta_device_are_planned():
 
 
 def test_the_benchmark_compares_what_the_issue_asks_for(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     bench = importlib.import_module("memory")
     args = SimpleNamespace(models=list(bench.BATCHES), batch=None, device="cpu", memory=["8GiB", "1GiB"], batches=[256])
     args.parts = ["peak", "plan"]

@@ -1,7 +1,6 @@
-"""Blocks run again on kept rows by their own forward: forward bit-exact, gradients equal the gated library model."""
+"""Blocks run again on kept rows by their own forward, tokens: what they save, how they compose, other arguments."""
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -9,56 +8,36 @@ import torch._dynamo
 import torch.nn.functional as F
 
 import torchsbp
-from torchsbp import SBPConfig, residual
-from torchsbp.adapters import mixers
-from torchsbp.memory.planning import levels
+from torchsbp import SBPConfig
+from torchsbp.adapters import queries
+from torchsbp.memory.plan import levels
+from torchsbp.patching import replay
+from torchsbp.patching.check import install_gates
 
-from .counting import MATRIX_PRODUCTS, SavedBytes, counting_backend
-from .families import assert_gradients, check_compiled, check_copies, check_left_as_it_was, step
-from .residuals import LEARNED_BIAS, MODELS, check_against_oracle, images_for, install, model_of
-
-
-@pytest.mark.parametrize("ratio", [1.0, 0.5, 0.25])
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_equal_the_oracle(name, ratio):
-    model = model_of(name)
-    check_against_oracle(model, SBPConfig(keep_ratio=ratio), images_for(model))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"scope": "block"},
-        {"recompute": False},
-        {"recompute": False, "scope": "block"},
-        {"per_sample": True, "sampler": "random"},
-        {"blocks": 1.0, "keep_ratio": (0.25, 0.75), "recompute": 0.5},
-    ],
-    ids=str,
+from ..counting import MATRIX_PRODUCTS, SavedBytes, counting_backend
+from ..models import TOKENS
+from ..steps import (
+    assert_gradients,
+    check_compiled,
+    check_copies,
+    check_left_as_it_was,
+    distance,
+    gradients_of,
+    loss_of,
+    step,
 )
-@pytest.mark.parametrize("name", MODELS)
-def test_options_and_stochastic_depth_equal_the_oracle(name, options):
-    model = model_of(name, drop_path_rate=0.5)
-    check_against_oracle(model, SBPConfig(**{"keep_ratio": 0.5} | options), images_for(model))
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in LEARNED_BIAS])
-def test_forward_is_bit_identical(name):
-    plain = model_of(name, drop_path_rate=0.5)
-    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5)
-    x = images_for(model)
-    assert torch.equal(step(model, x)[0], step(plain, x)[0])
 
 
 @pytest.mark.parametrize("name", ["eva02", "beit", "differential attention", "parallel"])
 def test_a_mixer_that_nobody_described_runs_on_all_rows_to_the_same_gradients(name, monkeypatch):
-    model = torchsbp.apply(model_of(name), keep_ratio=0.5, per_sample=True)
-    x = images_for(model)
+    model = torchsbp.apply(TOKENS[name].model(), keep_ratio=0.5, per_sample=True)
+    x = TOKENS[name].images()
     _, expected = step(model, x)
     torchsbp.set_step(model, 0)
     calls = []
-    monkeypatch.setattr(mixers, "ANSWERS", {})
-    monkeypatch.setattr(residual, "answer_of", lambda *args: calls.append(mixers.answer_of(*args)))
+    known = queries.kept_query_attention_of
+    monkeypatch.setattr(queries, "KEPT_QUERY_ATTENTION", {})
+    monkeypatch.setattr(replay, "kept_query_attention_of", lambda *args: calls.append(known(*args)))
     _, found = step(model, x)
     assert calls
     assert_gradients(found, expected)
@@ -67,9 +46,9 @@ def test_a_mixer_that_nobody_described_runs_on_all_rows_to_the_same_gradients(na
 @pytest.mark.parametrize("recompute", [True, False])
 def test_scale_weight_is_the_inverse_ratio(recompute):
     options = {"keep_ratio": 0.25, "blocks": [1], "recompute": recompute}
-    model = torchsbp.apply(model_of("eva02", class_token=False), **options)
-    scaled = torchsbp.apply(model_of("eva02", class_token=False), scale="weight", **options)
-    x = images_for(model)
+    model = torchsbp.apply(TOKENS["eva02"].model(class_token=False), **options)
+    scaled = torchsbp.apply(TOKENS["eva02"].model(class_token=False), scale="weight", **options)
+    x = TOKENS["eva02"].images()
     (_, a), (_, b) = step(model, x), step(scaled, x)
     for name in a:
         factor = 4 if name.startswith("blocks.1.") else 1
@@ -79,26 +58,24 @@ def test_scale_weight_is_the_inverse_ratio(recompute):
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("name", ["eva02", "relative", "mixer"])
 def test_autocast_forward_equals_plain_and_gradients_are_as_close(name, recompute):
-    plain = model_of(name).float()
+    plain = TOKENS[name].model().float()
     model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=1.0, recompute=recompute)
     sampled = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5, recompute=recompute)
-    x = images_for(plain).float()
+    x = TOKENS[name].images().float()
     _, exact = step(plain, x)
     with torch.autocast("cpu", torch.bfloat16):
         y, found = step(model, x)
         sampled_y, sampled_found = step(sampled, x)
         expected_y, expected = step(plain, x)
-    torch.testing.assert_close(y, expected_y, rtol=0, atol=1e-5 if name not in LEARNED_BIAS else 1e-2)
-    assert torch.equal(sampled_y, y) or name in LEARNED_BIAS
+    torch.testing.assert_close(y, expected_y, rtol=0, atol=1e-5 if TOKENS[name].same_bits else 1e-2)
+    assert torch.equal(sampled_y, y) or not TOKENS[name].same_bits
     assert sampled_found.keys() == exact.keys()
     assert all(g.dtype == torch.float32 and g.norm() > 0 for g in sampled_found.values())
-    error = sum((found[k] - exact[k]).square().sum() for k in exact).sqrt()
-    baseline = sum((expected[k] - exact[k]).square().sum() for k in exact).sqrt()
-    assert error <= 1.5 * baseline
+    assert distance(found, exact) <= 1.5 * distance(expected, exact)
 
 
 def saved(model: torch.nn.Module, dtype: torch.dtype | None = None) -> int:
-    x = images_for(model).to(next(model.parameters()).dtype)
+    x = TOKENS["eva02"].images(3).to(next(model.parameters()).dtype)
     with SavedBytes(model, x) as count, torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
         model(x)
     return count.total
@@ -108,7 +85,7 @@ def saved(model: torch.nn.Module, dtype: torch.dtype | None = None) -> int:
 def test_a_recomputed_block_saves_its_input_alone(name):
     """One more block, sampled or not: B N C numbers more, in bfloat16 under autocast."""
     for blocks in ([0], [0, 1]):
-        short, long = (torchsbp.apply(model_of(name, depth=d), keep_ratio=0.5, blocks=blocks) for d in (2, 3))
+        short, long = (torchsbp.apply(TOKENS[name].model(depth=d), keep_ratio=0.5, blocks=blocks) for d in (2, 3))
         tokens = 3 * (24 + short.num_prefix_tokens) * 24
         assert saved(long) - saved(short) == 8 * tokens
         assert saved(long.float(), torch.bfloat16) - saved(short.float(), torch.bfloat16) == 2 * tokens
@@ -116,20 +93,20 @@ def test_a_recomputed_block_saves_its_input_alone(name):
 
 @pytest.mark.parametrize("name", ["eva02", "mixed rope", "relative", "parallel"])
 def test_copies_train_their_own_weights(name):
-    model = torchsbp.apply(model_of(name, drop_path_rate=0.5), keep_ratio=0.5)
-    check_copies(model, images_for(model))
+    model = torchsbp.apply(TOKENS[name].model(drop_path=0.5), keep_ratio=0.5)
+    check_copies(model, TOKENS[name].images())
 
 
 @pytest.mark.parametrize("name", ["eva02", "relative", "mixer"])
 def test_eval_no_grad_and_remove_leave_the_model_as_it_was(name):
-    plain = model_of(name, drop_path_rate=0.5)
-    check_left_as_it_was(plain, images_for(plain), keep_ratio=0.5)
+    plain = TOKENS[name].model(drop_path=0.5)
+    check_left_as_it_was(plain, TOKENS[name].images(), keep_ratio=0.5)
 
 
 @pytest.mark.parametrize("name", ["eva02", "mixed rope", "beit"])
 def test_checkpointing_repeats_the_same_masks(name):
-    model = torchsbp.apply(model_of(name, drop_path_rate=0.5), keep_ratio=0.5)
-    x = images_for(model)
+    model = torchsbp.apply(TOKENS[name].model(drop_path=0.5), keep_ratio=0.5)
+    x = TOKENS[name].images()
     _, expected = step(model, x)
     torchsbp.set_step(model, 0)
     model.set_grad_checkpointing()
@@ -137,8 +114,8 @@ def test_checkpointing_repeats_the_same_masks(name):
 
 
 def test_frozen_parts_and_two_backward_passes():
-    model = torchsbp.apply(model_of("eva02", drop_path_rate=0.5), keep_ratio=0.5)
-    x = images_for(model)
+    model = torchsbp.apply(TOKENS["eva02"].model(drop_path=0.5), keep_ratio=0.5)
+    x = TOKENS["eva02"].images()
     _, everything = step(model, x)
     everything = {name: g.clone() for name, g in everything.items()}
     model.zero_grad()
@@ -148,15 +125,15 @@ def test_frozen_parts_and_two_backward_passes():
         torchsbp.set_step(model, 0)
         torch.manual_seed(2)
         y = model(x)
-        (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y) + y.square()).sum().backward()
-    twice = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        loss_of(y).backward()
+    twice = gradients_of(model)
     assert 0 < len(twice) < len(everything)
     assert_gradients(twice, {name: 2 * everything[name] for name in twice})
 
 
 def test_parameters_given_by_functional_call_get_the_gradients():
-    model = torchsbp.apply(model_of("eva02"), keep_ratio=0.5)
-    x = images_for(model)
+    model = torchsbp.apply(TOKENS["eva02"].model(), keep_ratio=0.5)
+    x = TOKENS["eva02"].images()
     given = {name: (p.detach() + 0.01).requires_grad_() for name, p in model.named_parameters()}
     torch.func.functional_call(model, given, x).square().sum().backward()
     with torch.no_grad():
@@ -164,25 +141,24 @@ def test_parameters_given_by_functional_call_get_the_gradients():
             p.add_(0.01)
     torchsbp.set_step(model, 0)
     model(x).square().sum().backward()
-    assert_gradients({n: p.grad for n, p in given.items()}, {n: p.grad for n, p in model.named_parameters()})
+    assert_gradients({n: p.grad for n, p in given.items()}, gradients_of(model))
 
 
 @pytest.mark.parametrize("name", ["eva02", "gated rope"])
 def test_attention_masks_reach_the_mixers(name):
-    model, mask = model_of(name), torch.ones(25, 25, dtype=torch.bool).tril()
-    plain, x = copy.deepcopy(model), images_for(model)
+    model, mask = TOKENS[name].model(), torch.ones(25, 25, dtype=torch.bool).tril()
+    plain, x = copy.deepcopy(model), TOKENS[name].images()
     torchsbp.apply(model, keep_ratio=0.5)
     model(x, attn_mask=mask).square().sum().backward()
-    install(plain, torchsbp.kept(model), "branch")
+    install_gates(plain, model)
     plain(x, attn_mask=mask).square().sum().backward()
-    found, expected = ({n: p.grad for n, p in m.named_parameters()} for m in (model, plain))
-    assert_gradients(found, expected)
+    assert_gradients(gradients_of(model), gradients_of(plain))
 
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_the_output_bears_in_place_operations(recompute):
-    model = torchsbp.apply(model_of("eva02"), keep_ratio=0.5, recompute=recompute)
-    x = images_for(model)
+    model = torchsbp.apply(TOKENS["eva02"].model(), keep_ratio=0.5, recompute=recompute)
+    x = TOKENS["eva02"].images()
     _, expected = step(model, x)
     torchsbp.set_step(model, 0)
     model.blocks[1].register_forward_hook(lambda block, args, y: y.mul_(2).div_(2))
@@ -190,27 +166,27 @@ def test_the_output_bears_in_place_operations(recompute):
 
 
 def test_dropped_tokens_are_refused():
-    model = torchsbp.apply(model_of("eva02", patch_drop_rate=0.5), keep_ratio=0.5)
-    with pytest.raises(ValueError, match=r"blocks.1 was given 3 samples of 13 positions.*patch_drop_rate"):
-        model(images_for(model))
+    model = torchsbp.apply(TOKENS["eva02"].model(patch_drop_rate=0.5), keep_ratio=0.5)
+    with pytest.raises(ValueError, match=r"blocks.1 was given 2 samples of 13 positions.*patch_drop_rate"):
+        model(TOKENS["eva02"].images())
 
 
 def test_estimate_counts_what_is_saved():
     config = SBPConfig(keep_ratio=0.5)
-    model = model_of("eva02").float()
-    x = images_for(model).float()
+    model = TOKENS["eva02"].model().float()
+    x = TOKENS["eva02"].images().float()
     found = torchsbp.estimate(model, x.shape, config, precision="float32", device="cpu")
     torchsbp.apply(model, config=config)
     with SavedBytes(model, x) as expected:
-        F.cross_entropy(model(x), torch.zeros(3, dtype=torch.long))
+        F.cross_entropy(model(x), torch.zeros(2, dtype=torch.long))
     assert found.saved_bytes == expected.total
     assert set(found.saved) == {"blocks.0", "blocks.1", "blocks.2"}
 
 
 def test_plan_offers_the_rules_that_the_blocks_have():
-    found = torchsbp.plan(functools.partial(model_of, "eva02"), (2, 3, 32, 48), "1GiB", precision="float32")
+    found = torchsbp.plan(TOKENS["eva02"].model, (2, 3, 32, 48), "1GiB", precision="float32")
     assert found.config == "full"
-    rules = {c.attention for level in levels(model_of("eva02")) for c in level if isinstance(c, SBPConfig)}
+    rules = {c.attention for level in levels(TOKENS["eva02"].model()) for c in level if isinstance(c, SBPConfig)}
     assert rules == {"query"}
 
 
@@ -221,13 +197,13 @@ COMPILED = [("eva02", {}), ("mixer", {"recompute": False, "per_sample": True}), 
 def test_compiled_forward_has_no_second_run(name, options):
     """Full graph, new masks in every step, no recompilation; forward has no more products than plain training."""
     backend, products = counting_backend(MATRIX_PRODUCTS)
-    plain = model_of(name, drop_path_rate=0.5)
-    check_compiled(copy.deepcopy(plain), images_for(plain), backend, steps=1)
-    check_compiled(torchsbp.apply(plain, keep_ratio=0.5, **options), images_for(plain), backend, steps=3)
+    plain = TOKENS[name].model(drop_path=0.5, **{"num_blocks" if name == "mixer" else "depth": 2})
+    check_compiled(copy.deepcopy(plain), TOKENS[name].images(), backend, steps=1)
+    check_compiled(torchsbp.apply(plain, keep_ratio=0.5, **options), TOKENS[name].images(), backend, steps=3)
     assert products[0] == products[1]
 
 
 @pytest.mark.slow
 def test_inductor():
-    model = torchsbp.apply(model_of("mixed rope", depth=1), keep_ratio=0.5)
-    check_compiled(model, images_for(model), "inductor", steps=2)
+    model = torchsbp.apply(TOKENS["mixed rope"].model(depth=1), keep_ratio=0.5)
+    check_compiled(model, TOKENS["mixed rope"].images(), "inductor", steps=2)

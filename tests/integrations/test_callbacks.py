@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 import torchsbp
 from torchsbp import SBPConfig, schedules
+from torchsbp.patching.site import Site
 
-from .families import FAMILIES, assert_gradients, entry_of, images
+from ..models import LEAN, images
+from ..steps import assert_gradients, entry_of
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIG = SBPConfig(keep_ratio=schedules.Milestones(((0, 0.25), (3, 0.5))), sampler="random")
 EPOCHS, STEPS, ACCUMULATE, BATCH = 2, 4, 2, 2  # an epoch is two optimizer steps of two batches
 
@@ -32,7 +34,7 @@ def samples() -> list[tuple[Tensor, int]]:
 
 
 def plain() -> nn.Module:
-    return FAMILIES["vit"].model()
+    return LEAN["vit"].model()
 
 
 def by_hand() -> nn.Module:
@@ -142,7 +144,7 @@ def test_lightning_patches_a_named_part_before_the_strategy_wraps_it(lightning, 
     torch.distributed.destroy_process_group()
     assert isinstance(seen["wrapper"], nn.parallel.DistributedDataParallel)
     assert seen["student"] is module.model.student.patch_embed
-    assert not any(isinstance(m, torchsbp.sites.Site) for m in module.model.teacher.modules())
+    assert not any(isinstance(m, Site) for m in module.model.teacher.modules())
     assert_same_weights(module.model.student, by_hand())
 
 

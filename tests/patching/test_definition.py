@@ -1,0 +1,75 @@
+"""Every model of the table computes what its definition says: its unpatched twin, gated at the kept positions."""
+
+import copy
+import re
+
+import pytest
+import torch
+
+import torchsbp
+from torchsbp import SBPConfig
+
+from ..models import MODELS
+from ..oracle import check_definition
+from ..steps import step
+
+RATIOS = (1.0, 0.5, 0.25)
+BLOCK, SAVED = {"scope": "block"}, {"recompute": False}
+RANDOM = {"per_sample": True, "sampler": "random"}
+DEPTH = {"blocks": 1.0, "keep_ratio": (0.25, 0.75), "recompute": 0.5}
+OPTIONS = {
+    "lean": (BLOCK, SAVED, SAVED | BLOCK, RANDOM, DEPTH),
+    "tokens": (BLOCK, SAVED, SAVED | BLOCK, RANDOM, DEPTH),
+    "maps": (SAVED, SAVED | BLOCK, BLOCK | RANDOM, DEPTH),
+    "windows": (BLOCK, SAVED | RANDOM, DEPTH | {"per_sample": True}),
+    "member": (),
+}
+UNUSED = r"mask_token|post_layernorm|vision_model\.head"  # by the libraries' own forward
+CASES = [(name, options) for name, tiny in MODELS.items() for options in OPTIONS[tiny.kind]]
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("name", MODELS)
+def test_ratios(name, ratio):
+    model = MODELS[name].model()
+    _, gradients = check_definition(model, SBPConfig(keep_ratio=ratio), MODELS[name].images())
+    assert all(n in gradients or re.search(UNUSED, n) for n, _ in model.named_parameters())
+    learned = [g for n, g in gradients.items() if any(part in n for part in ("bias_table", "mlp", "logit"))]
+    assert all(g.norm() > 0 for g in learned)
+
+
+@pytest.mark.parametrize("name, options", CASES, ids=str)
+def test_options_with_stochastic_depth(name, options):
+    model = MODELS[name].model(drop_path=0.5)
+    check_definition(model, SBPConfig(**{"keep_ratio": 0.5} | options), MODELS[name].images())
+
+
+@pytest.mark.parametrize(
+    "name, size",
+    [
+        ("convnext", (75, 101)),
+        ("convnext v2", (75, 101)),
+        ("convnext simple norm", (75, 101)),
+        ("coatnet max pool", (72, 104)),
+        ("coatnext", (96, 160)),
+    ],
+)
+def test_odd_sizes(name, size):
+    model = MODELS[name].model(**{"img_size": size} if name.startswith("coat") else {})
+    check_definition(model, SBPConfig(keep_ratio=0.5, blocks=1.0), MODELS[name].images(size=size))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_forward_is_bit_identical(name):
+    """With stochastic depth; where sums are in another order, to rounding. So are those of lean blocks in float64."""
+    tiny = MODELS[name]
+    plain, lean = tiny.model(drop_path=0.5), tiny.kind in ("lean", "member")
+    for dtype, same_bits, rounding in (
+        (torch.float64, tiny.same_bits and not lean, 1e-13),
+        (torch.float32, tiny.same_bits, 2e-6),
+    ):
+        plain, x = plain.to(dtype), tiny.images().to(dtype)
+        model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5)
+        y, expected = step(model, x)[0], step(plain, x)[0]
+        limit = 0 if same_bits else rounding * expected.abs().max()
+        assert (y - expected).abs().max() <= limit

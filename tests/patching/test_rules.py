@@ -1,0 +1,28 @@
+"""Attention rules of blocks that are known part by part: the library's own forward, with attention written out."""
+
+import pytest
+
+from torchsbp import SBPConfig
+
+from ..models import ALL, MODELS
+from ..oracle import check_rule
+
+ATTENTION = [name for name, tiny in MODELS.items() if tiny.rules == ALL]
+RATIOS = (1.0, 0.75, 0.5, 0.25, 0.1)
+
+
+@pytest.mark.parametrize("scope", ["branch", "block"])
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("rule", ALL)
+@pytest.mark.parametrize("name", ATTENTION)
+def test_gradients_equal_the_oracle(name, rule, ratio, scope):
+    tiny = MODELS[name]
+    check_rule(tiny.model(), SBPConfig(keep_ratio=ratio, attention=rule, scope=scope), tiny.images())
+
+
+@pytest.mark.parametrize("rule", ALL)
+@pytest.mark.parametrize("name", ATTENTION)
+def test_options_equal_the_oracle(name, rule):
+    options = {"recompute": False, "per_sample": True, "blocks": 1.0, "keep_ratio": (0.25, 0.75)}
+    model = MODELS[name].model(drop_path=0.5)
+    check_rule(model, SBPConfig(**options, attention=rule, scope="block"), MODELS[name].images())

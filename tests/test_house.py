@@ -1,0 +1,91 @@
+"""The house in order: sizes of files and functions, directions of imports, a light import."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "torchsbp"
+FILES = sorted(str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py"))
+
+LEAVES = {"ops", "sampling", "errors"}
+ALLOWED = {
+    "ops": {"ops", "errors"},
+    "sampling": LEAVES,
+    "adapters": LEAVES | {"adapters"},
+    "config": LEAVES,
+    "patching": LEAVES | {"adapters", "config", "patching"},
+    "errors": set(),
+}
+"""Room -> the rooms that it imports. Those that are not here stand above and may import any of these."""
+
+
+def tree(file: str) -> ast.Module:
+    return ast.parse((SOURCE / file).read_text())
+
+
+def imports(file: str) -> Iterator[str]:
+    """The full names of modules, and of what is imported from them."""
+    package = ["torchsbp", *Path(file).parent.parts]
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{start}.{alias.name}" for alias in node.names)
+
+
+def home(file: str) -> str:
+    """The room of a file."""
+    return Path(file).parts[0].removesuffix(".py")
+
+
+def room(name: str) -> str:
+    """The room of a module of ours, by its full name."""
+    first = name.split(".")[1]
+    return first if (SOURCE / first).is_dir() or (SOURCE / f"{first}.py").exists() else "__init__"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_no_file_is_long(file):
+    assert len((SOURCE / file).read_text().splitlines()) <= 350
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_no_function_is_long_but_kernels(file):
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(tree(file)):
+        if isinstance(node, kinds) and not any("triton" in ast.unparse(its) for its in node.decorator_list):
+            assert node.end_lineno - node.lineno < 60, node.name
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_nothing_is_mocked(file):
+    assert not any(name.startswith("unittest") for name in imports(file))
+
+
+def test_types_are_hardly_ignored_in_ops():
+    texts = [(SOURCE / file).read_text() for file in FILES if home(file) == "ops"]
+    assert sum(text.count("type: ignore") for text in texts) <= 2
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if home(file) in ALLOWED])
+def test_imports_point_one_way(file):
+    assert {room(name) for name in imports(file) if name.startswith("torchsbp.")} <= ALLOWED[home(file)]
+
+
+def test_every_room_is_known():
+    """A new one is a decision: say where it stands."""
+    rooms = {home(file) for file in FILES} - set(ALLOWED)
+    above = {"memory", "study", "train", "report", "cli", "integrations", "recipes", "__init__", "__main__"}
+    assert rooms <= above
+
+
+def test_import_needs_torch_alone():
+    libraries = ("timm", "torchvision", "transformers", "lightning", "accelerate", "peft", "torchsbp.ops.kernels")
+    code = f"import sys, torchsbp; print([m for m in {libraries} if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
