@@ -18,18 +18,18 @@ from transformers.models.maskformer.modeling_maskformer_swin import MaskFormerSw
 
 CONVNEXT = {"depths": (1, 1, 2, 1), "dims": (8, 12, 16, 20)}
 SCALED = CONVNEXT | {"ls_init_value": 0.5, "drop_path_rate": 0.2}
-SWIN = {"img_size": (64, 96), "window_size": 4, "embed_dim": 12, "depths": (2, 2), "num_heads": (2, 3)}
+SWIN = {"img_size": (64, 96), "window_size": 4, "embed_dim": 12, "depths": (2, 1), "num_heads": (2, 3)}
 SWIN |= {"out_indices": (0, 1)}
 ANY_SIZE = {"window_size": 5, "strict_img_size": False, "always_partition": True}
 HYBRID = {"img_size": (64, 96), "depths": (1, 1, 1, 1), "embed_dim": (16, 16, 16, 16), "stem_width": 16}
 HYBRID |= {"transformer_dim_head": 8}
-VIT = {"img_size": (64, 96), "depth": 3, "embed_dim": 24, "num_heads": 3, "out_indices": (0, 2)}
+VIT = {"img_size": (64, 96), "depth": 2, "embed_dim": 24, "num_heads": 3, "out_indices": (0, 1)}
 
-HF_VIT = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "image_size": 64, "patch_size": 16}
-HF_VIT |= {"out_features": ["stage1", "stage3"]}
+HF_VIT = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 64, "patch_size": 16}
+HF_VIT |= {"out_features": ["stage1", "stage2"]}
 HF_CONVNEXT = {"hidden_sizes": [8, 12, 16, 20], "depths": [1, 1, 2, 1], "drop_path_rate": 0.2}
 HF_CONVNEXT |= {"out_features": ["stem", "stage1", "stage2", "stage3", "stage4"]}
-HF_SWIN = {"image_size": 64, "window_size": 4, "embed_dim": 12, "depths": [2, 2], "num_heads": [2, 3]}
+HF_SWIN = {"image_size": 64, "window_size": 4, "embed_dim": 12, "depths": [2, 1], "num_heads": [2, 3]}
 HF_SWIN |= {"out_features": ["stage1", "stage2"]}
 
 
@@ -97,7 +97,7 @@ def torchvision_convnext() -> nn.Module:
 
 
 def torchvision_swin(**options: Any) -> nn.Module:
-    return swin_transformer.SwinTransformer([4, 4], 12, [2, 2], [2, 3], [4, 4], num_classes=5, **options)
+    return swin_transformer.SwinTransformer([4, 4], 12, [2, 1], [2, 3], [4, 4], num_classes=5, **options)
 
 
 torchvision_swin_v2 = partial(
@@ -106,7 +106,7 @@ torchvision_swin_v2 = partial(
 
 
 def torchvision_vit() -> nn.Module:
-    return vision_transformer.VisionTransformer(64, 16, 3, 3, 24, 48, num_classes=5)
+    return vision_transformer.VisionTransformer(64, 16, 2, 3, 24, 48, num_classes=5)
 
 
 CONVNEXT_LAYERS, SWIN_LAYERS = ("1", "3", "5", "7"), ("1", "3")
@@ -263,7 +263,7 @@ TRANSFORMERS = {
         ("_backbone.patch_embed*", "_backbone.layers_0*"),
     ),
     "timm vit": Wrapper(
-        timm_backbone("vit_tiny_patch16_224", (0, 2), **{k: v for k, v in VIT.items() if k != "out_indices"}),
+        timm_backbone("vit_tiny_patch16_224", (0, 1), **{k: v for k, v in VIT.items() if k != "out_indices"}),
         ("_backbone.model.[!b]*_*", "_backbone.model.blocks.0*"),
     ),
 }
