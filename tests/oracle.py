@@ -56,10 +56,10 @@ def install_rule(twin: nn.Module, patched: nn.Module) -> None:
     positions = torchsbp.kept(patched)
     for entry, _ in entries(patched):
         masks, config = entry.masks, entry.config
-        for site, sampled, drawn in zip(masks.sites, entry.sampled, masks.drawn, strict=True):
+        for site, sampled, drawn in zip(masks.sites, entry.sampled, masks.drawn.sites, strict=True):
             name = entry.prefix + site.name
             block, parts = twin.get_submodule(name), sampled.description
-            gate = Gate(positions[name], masks.grids[site.stage], masks.prefix)
+            gate = Gate(positions[name], masks.drawn.grids[site.stage], masks.prefix)
             if config.attention == "head":
                 gate_heads(block, gate, parts, config.scope, drawn.heads)
             else:
