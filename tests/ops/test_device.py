@@ -1,5 +1,8 @@
 """What each device runs, and that every op asks the one that stands in for it."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -85,6 +88,20 @@ def test_the_device_is_that_of_the_tensor_unless_another_stands_in():
     with pytest.raises(KeyError), substituted(other):
         raise KeyError
     assert device_of(x) is CPU_DEVICE
+
+
+def test_the_mark_of_a_constant_is_that_of_the_compiler():
+    def function():
+        return 1
+
+    assert vars(torch.compiler.assume_constant_result(function)) == vars(D._prefers_cudnn)
+
+
+def test_importing_needs_torch_alone():
+    names = "{'timm', 'torchvision', 'transformers', 'triton', 'torch._dynamo'}"
+    code = f"import sys, torch; before = set(sys.modules); import torchsbp; print({names} & set(sys.modules) - before)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "set()"
 
 
 class Recorded(CPU):

@@ -99,6 +99,13 @@ def _idle_dropout(part: Any) -> bool:
     return isinstance(part, nn.Dropout) and part.p == 0
 
 
+def shares_inputs(module: nn.Module) -> bool:
+    """Whether it is a convolution with kernel > stride: kept outputs have no inputs of their own then."""
+    if not isinstance(module, nn.Conv2d):
+        return False
+    return any(k > s for k, s in zip(module.kernel_size, module.stride, strict=True))
+
+
 Descriptions = Description | tuple[Description, ...]
 
 
@@ -133,10 +140,12 @@ class Adapter:
     def layout_for(self, model: nn.Module) -> Layout | None:
         """The layout of the model's class or of a class it derives from."""
         names = {qualified(cls) for cls in type(model).__mro__}
-        found = next((layout for layout in reversed(self.every_layout) if layout.model in names), None)
-        if found is not None and found.holds_any and not any(self.knows(module) for module in model.modules()):
-            return None
-        return found
+        layouts = (layout for layout in reversed(self.every_layout) if layout.model in names)
+        return next((layout for layout in layouts if not layout.holds_any or self._is_in(model, layout)), None)
+
+    def _is_in(self, model: nn.Module, layout: Layout) -> bool:
+        blocks = (find(model, name) for stage in layout.stages_of(model) for name in stage.blocks)
+        return layout.entry_of(model) is not None and any(self.knows(block) for block in blocks)
 
     def knows(self, module: nn.Module) -> bool:
         """Whether it is one of the described blocks."""
@@ -145,6 +154,15 @@ class Adapter:
     def describe(self, block: nn.Module) -> Description | None:
         """The description that fits a block; None for another class."""
         return fitting(self.blocks.get(qualified(block), ()), block)
+
+    def describe_downsample(self, layer: nn.Module) -> Description:
+        """That of a layer between stages: plain where outputs share inputs, or where a trace calls its parts alone."""
+        traced = type(layer) is nn.Module
+        if self.downsample is None or traced or any(map(shares_inputs, layer.modules())):
+            return Plain()
+        found = fitting(self.downsample, layer)
+        assert found is not None
+        return found
 
     def sampled(self, block: nn.Module) -> bool:
         """Whether the block can be sampled at all."""

@@ -71,6 +71,11 @@ def halved(grid: Grid) -> Grid:
     return (*grid[:-2], *(-(-n // 2) for n in grid[-2:]))
 
 
+def member_names(model: nn.Module, chain: str) -> tuple[str, ...]:
+    """The dotted names of a chain's members; none where the model has no such chain."""
+    return tuple(f"{chain}.{key}" for key in getattr(find(model, chain), "_modules", ()))
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where a model class makes positions of images, and which stages follow.
@@ -81,8 +86,8 @@ class Layout:
     - ``grid``: (entry, its input, its output) -> the grid (h, w) or (t, h, w) of the first stage.
     - ``stages``: dotted name of the list of all blocks, which are one stage then, or model -> its stages, in order.
     - ``prefix``: number of class and register tokens in front, which are always kept, or model -> that number.
-    - ``holds_any``: the class is a wrapper of models of many families: this layout is taken where the adapter's blocks
-      are in it.
+    - ``holds_any``: the class is a wrapper that may hold any family: this layout is taken where it has the entry, and
+      a block of the adapter where the stages say.
     """
 
     model: str | type[nn.Module]
@@ -109,7 +114,7 @@ class Layout:
     def stages_of(self, model: nn.Module) -> list[Stage]:
         if callable(self.stages):
             return self.stages(model)
-        return [Stage(tuple(f"{self.stages}.{key}" for key in find(model, self.stages)._modules))]
+        return [Stage(member_names(model, self.stages))]
 
     def prefix_of(self, model: nn.Module) -> int:
         return self.prefix if isinstance(self.prefix, int) else self.prefix(model)

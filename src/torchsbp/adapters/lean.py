@@ -20,6 +20,8 @@ NORMS = {
     "timm.layers.norm.RmsNorm": "rms",
     "torchvision.models.convnext.LayerNorm2d": "layer",
     "transformers.models.convnext.modeling_convnext.ConvNextLayerNorm": "layer",
+    "transformers.models.convnextv2.modeling_convnextv2.ConvNextV2LayerNorm": "layer",
+    "transformers.models.dinov3_convnext.modeling_dinov3_convnext.DINOv3ConvNextLayerNorm": "layer",
 }
 CONVOLUTION = "torch.nn.modules.conv.Conv2d"
 LINEARS = (
@@ -31,6 +33,8 @@ PER_SAMPLE_DROPS = (
     "timm.layers.drop.DropPath",
     "torchvision.ops.stochastic_depth.StochasticDepth",
     "transformers.models.convnext.modeling_convnext.ConvNextDropPath",
+    "transformers.models.convnextv2.modeling_convnextv2.ConvNextV2DropPath",
+    "transformers.models.dinov3_convnext.modeling_dinov3_convnext.Dinov3ConvnextDropPath",
     "transformers.models.dinov2.modeling_dinov2.Dinov2DropPath",
     "transformers.models.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersDropPath",
 )
@@ -203,14 +207,16 @@ def _check_activation(name: str, part: Any) -> Iterator[str]:
         yield f"{name} is {class_of(part)}; supported activations: {known}"
 
 
-def _check_drop_path(name: str, part: Any) -> Iterator[str]:
+def check_drop_path(name: str, part: Any) -> Iterator[str]:
+    """Why this is no stochastic depth with a factor per sample."""
     if part is not None and qualified(part) not in PER_SAMPLE_DROPS:
         yield f"{name} is {class_of(part)}; supported: {', '.join(PER_SAMPLE_DROPS)}"
     elif getattr(part, "mode", "row") != "row":
         yield f'{name} drops the whole batch at once (mode="{part.mode}"); supported: "row"'
 
 
-def _check_down(name: str, part: Any) -> Iterator[str]:
+def check_down(name: str, part: Any) -> Iterator[str]:
+    """Why kept outputs of this convolution can't be computed from patches of their own."""
     if class_of(part) != CONVOLUTION or part.groups != 1:
         yield f"{name} is {class_of(part)}; supported: torch.nn.Conv2d with one group"
     elif any(k > s for k, s in zip(part.kernel_size, part.stride, strict=True)):
@@ -232,8 +238,8 @@ _CHECKS = {
     "fc1": check_linear,
     "fc2": check_linear,
     "act": _check_activation,
-    "drop": _check_drop_path,
-    "drop1": _check_drop_path,
-    "drop2": _check_drop_path,
-    "down": _check_down,
+    "drop": check_drop_path,
+    "drop1": check_drop_path,
+    "drop2": check_drop_path,
+    "down": check_down,
 }

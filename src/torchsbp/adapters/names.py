@@ -15,9 +15,9 @@ def qualified(module: nn.Module | type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def bare_name(module: nn.Module | type) -> str:
-    """The name of its own class, without where that is from."""
-    return qualified(module).rpartition(".")[2]
+def bare_name(module: nn.Module | type | str) -> str:
+    """The name of its own class, without where that is from; of a qualified name, its last part."""
+    return (module if isinstance(module, str) else qualified(module)).rpartition(".")[2]
 
 
 def class_name(cls: str | type) -> str:

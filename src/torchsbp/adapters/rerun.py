@@ -7,6 +7,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from .base import Bound, Description
+from .lean import check_down, check_drop_path
 from .names import bare_name, find, inside, missing
 
 STOCHASTIC_DEPTH = ("DropPath", "StochasticDepth")  # how names of such classes end: most libraries have their own
@@ -168,6 +169,7 @@ class PointwiseBlock(RunAgain):
     def problems(self, block: nn.Module) -> Iterator[str]:
         yield from super().problems(block)
         yield from missing(block, self.conv, *self.pointwise)
+        yield from check_drop_path(self.drop, find(block, self.drop))
         for name in self.pointwise:
             yield from not_row_by_row(find(block, name), prefix=f"{name}.")
 
@@ -180,6 +182,7 @@ class Patches(RunAgain):
 
     def problems(self, block: nn.Module) -> Iterator[str]:
         yield from super().problems(block)
+        yield from check_down(self.down, find(block, self.down))
         yield from not_row_by_row(block)
 
 

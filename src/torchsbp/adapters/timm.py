@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from . import windowed as W
 from .base import Adapter, Plain
-from .layouts import Grid, Layout, Stage, channels_last_grid, early_stages, halved
+from .layouts import Grid, Layout, Shrink, Stage, channels_last_grid, early_stages, halved, member_names
 from .lean import LINEARS, ConvBlock, Downsample, TransformerBlock
 from .names import find
 from .rerun import Mixer, Patches, PointwiseBlock, Residual
@@ -27,23 +27,49 @@ def prefix_tokens(model: nn.Module) -> int:
     return int(model.num_prefix_tokens)  # type: ignore[arg-type]
 
 
-def convnext_stages(model: nn.Module) -> list[Stage]:
-    stages = []
-    for i, stage in enumerate(model.stages):  # type: ignore[arg-type]
-        blocks = tuple(f"stages.{i}.blocks.{j}" for j in range(len(stage.blocks)))
-        stages.append(Stage(blocks, "" if isinstance(stage.downsample, nn.Identity) else f"stages.{i}.downsample"))
-    return stages
+def chain_of(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+    """The members of a chain: ``stages.0``, …, or ``stages_0``, … where ``features_only`` has flattened it."""
+    chain = find(model, name)
+    if chain is None:
+        return [(key, child) for key, child in model.named_children() if key.startswith(f"{name}_")]
+    return [(f"{name}.{key}", child) for key, child in chain.named_children()]
+
+
+def stages(chain: str, shrink: Shrink | None, model: nn.Module) -> list[Stage]:
+    """Every stage of a chain begins with its down-sampling layer, where it has one."""
+    found = []
+    for name, stage in chain_of(model, chain):
+        down = find(stage, "downsample")
+        has_layer = down is not None and not isinstance(down, nn.Identity)
+        blocks = member_names(model, f"{name}.blocks")
+        found.append(Stage(blocks, f"{name}.downsample", shrink) if has_layer else Stage(blocks))
+    return found
 
 
 def hybrid_stages(model: nn.Module) -> list[Stage]:
     """The described blocks of every stage, also inside of others; its first block shrinks the grid."""
-    stages = []
-    for i, stage in enumerate(model.stages):  # type: ignore[arg-type]
+    found = []
+    for name, stage in chain_of(model, "stages"):
         modules = list(stage.named_modules())
-        blocks = tuple(f"stages.{i}.{name}" for name, module in modules if HYBRID.knows(module))
-        shortcut = next(name for name, _ in modules if name.endswith("shortcut"))
-        stages.append(Stage(blocks, f"stages.{i}.{shortcut}"))
-    return stages
+        blocks = tuple(f"{name}.{inner}" for inner, module in modules if HYBRID.knows(module))
+        shortcut = next((f"{name}.{inner}" for inner, _ in modules if inner.endswith("shortcut")), "")
+        found.append(Stage(blocks, shortcut))
+    return found
+
+
+FEATURES_ONLY = ("timm.models._features.FeatureDictNet", "timm.models._features.FeatureHookNet")
+
+
+def with_features(layout: Layout) -> tuple[Layout, ...]:
+    """The same behind ``features_only=True``, which flattens the first level: ``stem.0`` is ``stem_0``."""
+    assert isinstance(layout.entry, str)
+    flat = replace(layout, entry=partial(last_of, layout.entry), holds_any=True)
+    return layout, *(replace(flat, model=model) for model in FEATURES_ONLY)
+
+
+def last_of(entry: str, model: nn.Module) -> str:
+    """The module of that name, or the last of those that it was flattened into."""
+    return next((key for key in reversed(model._modules) if key == entry or key.startswith(f"{entry}_")), "")
 
 
 PRE_NORM = Residual()
@@ -109,7 +135,9 @@ MIXER = Adapter(
 
 CONVNEXT = Adapter(
     name="timm ConvNeXt",
-    layouts=Layout("timm.models.convnext.ConvNeXt", entry="stem", stages=convnext_stages),
+    layouts=with_features(
+        Layout("timm.models.convnext.ConvNeXt", entry="stem", stages=partial(stages, "stages", None))
+    ),
     blocks={
         "timm.models.convnext.ConvNeXtBlock": (
             ConvBlock(
@@ -126,7 +154,7 @@ WINDOWS = Residual(mixers=(Mixer("ls1", "norm1", whole=True),), constant=("attn.
 
 HYBRID = Adapter(
     name="timm CoAtNet and MaxViT",
-    layouts=Layout("timm.models.maxxvit.MaxxVit", entry="stem", stages=hybrid_stages),
+    layouts=with_features(Layout("timm.models.maxxvit.MaxxVit", entry="stem", stages=hybrid_stages)),
     blocks={
         "timm.models.maxxvit.TransformerBlock2d": Residual(
             mixers=(Mixer("attn", "norm1", dim=2, whole=True),),
@@ -154,15 +182,6 @@ HYBRID = Adapter(
 )
 
 
-def swin_stages(chain: str, model: nn.Module) -> list[Stage]:
-    """The stages of a chain; patch merging begins a stage."""
-    stages = []
-    for i, stage in enumerate(find(model, chain)):
-        blocks = tuple(f"{chain}.{i}.blocks.{j}" for j in range(len(stage.blocks)))
-        stages.append(Stage(blocks, f"{chain}.{i}.downsample", halved) if i else Stage(blocks))
-    return stages
-
-
 def swin(
     name: str, file: str, model: str, block: str, layout: Layout, description: Windowed, attention: str
 ) -> Adapter:
@@ -171,13 +190,13 @@ def swin(
     classes = {"attn": (path + attention,), "attn.qkv": LINEARS}
     return Adapter(
         name=name,
-        layouts=replace(layout, model=path + model),
+        layouts=with_features(replace(layout, model=path + model)),
         default_blocks=early_stages,
         blocks={path + block: replace(description, classes=classes)},
     )
 
 
-LAYERS = Layout("", grid=channels_last_grid, stages=partial(swin_stages, "layers"))
+LAYERS = Layout("", grid=channels_last_grid, stages=partial(stages, "layers", halved))
 
 SWIN = swin(
     *("timm Swin", "swin_transformer", "SwinTransformer", "SwinTransformerBlock"),
@@ -189,7 +208,7 @@ SWIN_V2 = swin(
 )
 SWIN_V2_CR = swin(
     *("timm Swin v2 CR", "swin_transformer_v2_cr", "SwinTransformerV2Cr", "SwinTransformerV2CrBlock"),
-    Layout("", stages=partial(swin_stages, "stages")),
+    Layout("", stages=partial(stages, "stages", halved)),
     Windowed(constant=("attn.meta_mlp",), post_norm=True, last="norm3", kept_query_attention=W.timm_cr_attention),
     "WindowMultiHeadAttention",
 )

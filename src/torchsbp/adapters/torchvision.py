@@ -8,16 +8,39 @@ from torch import nn
 
 from . import windowed as W
 from .base import Adapter
-from .layouts import Grid, Layout, Stage, channels_last_grid, early_stages, halved
+from .layouts import Grid, Layout, Shrink, Stage, channels_last_grid, early_stages, halved, member_names, output_grid
 from .lean import LINEARS, ConvBlock, Downsample, TransformerBlock
-from .names import find
 from .windowed import Windowed
 
+TRACED = "torchvision.models.feature_extraction.DualGraphModule"
+FEATURES = ("torchvision.models._utils.IntermediateLayerGetter", "torch.nn.modules.container.Sequential")
+
+
+def stages(first: int, shrink: Shrink | None, model: nn.Module, head: str = "features.") -> list[Stage]:
+    """``features`` alternates: blocks of a stage, layer into the next one, …; the first stage has this number."""
+    count, found = len(member_names(model, head.rstrip(".")) if head else model._modules), []
+    for i in range(first, count, 2):
+        blocks = member_names(model, f"{head}{i}")
+        found.append(Stage(blocks, f"{head}{i - 1}", shrink) if i > first else Stage(blocks))
+    return found
+
+
+def with_wrappers(layout: Layout, **traced: Any) -> tuple[Layout, ...]:
+    """The same in a feature extractor, with what differs there, and in ``model.features`` on its own: as it is, or as
+    the body of a detector."""
+    entry: Any = layout.entry
+    stages: Any = layout.stages
+    extractor = replace(layout, model=TRACED, holds_any=True, **traced)
+    bare = replace(layout, entry=entry.removeprefix("features."), stages=partial(stages, head=""), holds_any=True)
+    return layout, extractor, *(replace(bare, model=model) for model in FEATURES)
+
+
+VIT_LAYOUT = Layout(
+    "torchvision.models.vision_transformer.VisionTransformer", "conv_proj", stages="encoder.layers", prefix=1
+)
 VIT = Adapter(
     name="torchvision ViT",
-    layouts=Layout(
-        "torchvision.models.vision_transformer.VisionTransformer", "conv_proj", stages="encoder.layers", prefix=1
-    ),
+    layouts=(VIT_LAYOUT, replace(VIT_LAYOUT, model=TRACED, holds_any=True)),
     blocks={
         "torchvision.models.vision_transformer.EncoderBlock": TransformerBlock(
             idle=(
@@ -49,18 +72,11 @@ VIT = Adapter(
 )
 
 
-def convnext_stages(model: nn.Module) -> list[Stage]:
-    """``features`` alternates: stem, stage, down-sampling layer, stage, …"""
-    features = list(model.features)  # type: ignore[arg-type]
-    return [
-        Stage(tuple(f"features.{i}.{j}" for j in range(len(features[i]))), f"features.{i - 1}" if i > 1 else "")
-        for i in range(1, len(features), 2)
-    ]
-
-
 CONVNEXT = Adapter(
     name="torchvision ConvNeXt",
-    layouts=Layout("torchvision.models.convnext.ConvNeXt", "features.0", stages=convnext_stages),
+    layouts=with_wrappers(
+        Layout("torchvision.models.convnext.ConvNeXt", "features.0", stages=partial(stages, 1, None))
+    ),
     blocks={
         "torchvision.models.convnext.CNBlock": ConvBlock(
             conv="block.0",
@@ -75,16 +91,6 @@ CONVNEXT = Adapter(
     default_blocks=early_stages,
     downsample=Downsample(),
 )
-
-
-def swin_stages(first: int, model: nn.Module) -> list[Stage]:
-    """``features`` alternates: blocks of a stage, patch merging, …"""
-    features = find(model, "features")
-    stages = []
-    for i in range(first, len(features), 2):
-        blocks = tuple(f"features.{i}.{j}" for j in range(len(features[i])))
-        stages.append(Stage(blocks) if i == first else Stage(blocks, f"features.{i - 1}", halved))
-    return stages
 
 
 def unshifted_sizes(block: Any, grid: Grid) -> tuple[Grid, Grid]:
@@ -117,8 +123,13 @@ BLOCK = "torchvision.models.swin_transformer.SwinTransformerBlock"
 
 SWIN = Adapter(
     name="torchvision Swin",
-    layouts=Layout(
-        "torchvision.models.swin_transformer.SwinTransformer", "features.0", channels_last_grid, partial(swin_stages, 1)
+    layouts=with_wrappers(
+        Layout(
+            *("torchvision.models.swin_transformer.SwinTransformer", "features.0"),
+            *(channels_last_grid, partial(stages, 1, halved)),
+        ),
+        entry="features.0.0",  # the convolution: the chain around it is not called
+        grid=output_grid,
     ),
     default_blocks=early_stages,
     blocks={
@@ -136,7 +147,7 @@ VIDEO_SWIN = Adapter(
     layouts=Layout(
         "torchvision.models.video.swin_transformer.SwinTransformer3d",
         grid=channels_last_grid,
-        stages=partial(swin_stages, 0),
+        stages=partial(stages, 0, halved),
     ),
     default_blocks=early_stages,
     blocks={

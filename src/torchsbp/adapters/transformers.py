@@ -1,4 +1,5 @@
-"""Hugging Face transformers: ViT, DeiT, DINOv2, DINOv3, the vision towers of CLIP and SigLIP, VideoMAE, ConvNeXt, Swin.
+"""Hugging Face transformers: ViT, DeiT, BEiT, VitPose, DINOv2, DINOv3, the vision towers of CLIP and SigLIP, VideoMAE,
+ConvNeXt, Swin; models, and backbones that give feature maps.
 
 Releases name the same parts differently: a block class with two descriptions has had both.
 """
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 from ..errors import UsageError
 from . import windowed as W
 from .base import Adapter, Description
-from .layouts import Grid, Layout, Stage, early_stages, halved
+from .layouts import Grid, Layout, Stage, early_stages, halved, member_names
 from .lean import ConvBlock, DownsampleList, TransformerBlock
 from .names import find
-from .rerun import Mixer, Residual
+from .rerun import Mixer, PointwiseBlock, Residual
 from .windowed import Windowed
 
 OLDEST = (5, 6)  # before, the towers of CLIP and SigLIP were nested otherwise and VideoMAE's biases lay elsewhere
@@ -36,18 +37,14 @@ def check_version() -> None:
 def one_stage(names: tuple[str, ...], model: nn.Module) -> list[Stage]:
     """The blocks in the first of these lists that the model has."""
     check_version()
-    name = next(name for name in names if find(model, name) is not None)
-    return [Stage(tuple(f"{name}.{i}" for i in range(len(find(model, name)))))]
+    return [Stage(next(filter(None, (member_names(model, name) for name in names)), ()))]
 
 
-def convnext_stages(model: nn.Module) -> list[Stage]:
+def convnext_stages(chain: str, down: str, model: nn.Module) -> list[Stage]:
+    """A list of layers leads into every stage but the first, where DINOv3 has its stem."""
     check_version()
-    stages = []
-    for i, stage in enumerate(find(model, "encoder.stages")):
-        blocks = tuple(f"encoder.stages.{i}.layers.{j}" for j in range(len(stage.layers)))
-        has_layer = len(stage.downsampling_layer) > 0
-        stages.append(Stage(blocks, f"encoder.stages.{i}.downsampling_layer" if has_layer else ""))
-    return stages
+    names = member_names(model, chain)
+    return [Stage(member_names(model, f"{name}.layers"), f"{name}.{down}" if i else "") for i, name in enumerate(names)]
 
 
 def class_and_registers(model: nn.Module) -> int:
@@ -139,9 +136,13 @@ def tower_block(cls: str) -> TransformerBlock:
     return block(cls, "layer_norm1", "layer_norm2", SELF_ATTN, MLP, classes=classes)
 
 
-def with_backbone(layout: Layout) -> tuple[Layout, ...]:
-    """The same in the class that gives feature maps."""
-    return layout, replace(layout, model=f"{str(layout.model).removesuffix('Model')}Backbone")
+MODELS = ("Model",)
+BACKBONES = ("Model", "Backbone")  # a Backbone that holds a Model needs no layout of its own
+
+
+def layouts(cls: str, models: tuple[str, ...], layout: Layout) -> tuple[Layout, ...]:
+    """The same for several classes of a family."""
+    return tuple(replace(layout, model=cls + model) for model in models)
 
 
 def transformer(
@@ -149,14 +150,14 @@ def transformer(
     cls: str,
     *descriptions: Description,
     prefix: Prefix = 0,
-    model: str = "Model",
+    models: tuple[str, ...] = MODELS,
     entry: str = "embeddings.patch_embeddings.projection",
     block: str = "Layer",
     blocks: tuple[str, ...] = ("encoder.layer",),
 ) -> Adapter:
     """The adapter of a family with one stage whose entry is the convolution that makes patches."""
-    layout = Layout(cls + model, entry, stages=partial(one_stage, blocks), prefix=prefix)
-    return Adapter(f"transformers {name}", {cls + block: descriptions}, with_backbone(layout))
+    layout = Layout("", entry, stages=partial(one_stage, blocks), prefix=prefix)
+    return Adapter(f"transformers {name}", {cls + block: descriptions}, layouts(cls, models, layout))
 
 
 def vit(name: str, cls: str, prefix: int) -> Adapter:
@@ -165,7 +166,8 @@ def vit(name: str, cls: str, prefix: int) -> Adapter:
 
 
 def dinov2(name: str, cls: str, prefix: Prefix) -> Adapter:
-    return transformer(name, cls, dinov2_block(cls), nested_dinov2_block(cls), RERUN, prefix=prefix)
+    descriptions = dinov2_block(cls), nested_dinov2_block(cls), RERUN
+    return transformer(name, cls, *descriptions, prefix=prefix, models=BACKBONES)
 
 
 def tower(name: str, cls: str, prefix: int) -> Adapter:
@@ -174,19 +176,26 @@ def tower(name: str, cls: str, prefix: int) -> Adapter:
         cls,
         tower_block(cls),
         prefix=prefix,
-        model="VisionModel",
+        models=("VisionModel",),
         entry="embeddings.patch_embedding",
         block="EncoderLayer",
         blocks=("encoder.layers",),
     )
 
 
-def convnext(name: str, cls: str) -> Adapter:
-    names = {"conv": "dwconv", "norm": "layernorm", "fc1": "pwconv1", "act": "act", "fc2": "pwconv2"}
+def convnext(
+    name: str,
+    cls: str,
+    description: Description,
+    entry: str = "embeddings.patch_embeddings",
+    chain: str = "encoder.stages",
+    down: str = "downsampling_layer",
+) -> Adapter:
+    layout = Layout("", entry, stages=partial(convnext_stages, chain, down))
     return Adapter(
         name=f"transformers {name}",
-        layouts=with_backbone(Layout(f"{cls}Model", "embeddings.patch_embeddings", stages=convnext_stages)),
-        blocks={f"{cls}Layer": ConvBlock(**names, scale="layer_scale_parameter")},  # type: ignore[arg-type]
+        layouts=layouts(cls, BACKBONES, layout),
+        blocks={f"{cls}Layer": description},
         default_blocks=early_stages,
         downsample=DownsampleList(),
     )
@@ -194,11 +203,10 @@ def convnext(name: str, cls: str) -> Adapter:
 
 def swin_stages(model: nn.Module) -> list[Stage]:
     """Patch merging ends the stage before."""
-    stages = []
-    for i, stage in enumerate(find(model, "encoder.layers")):
-        blocks = tuple(f"encoder.layers.{i}.blocks.{j}" for j in range(len(stage.blocks)))
-        stages.append(Stage(blocks, f"encoder.layers.{i - 1}.downsample", halved) if i else Stage(blocks))
-    return stages
+    names = member_names(model, "encoder.layers")
+    blocks = [member_names(model, f"{name}.blocks") for name in names]
+    between = [f"{name}.downsample" for name in names]
+    return [Stage(its, between[i - 1], halved) if i else Stage(its) for i, its in enumerate(blocks)]
 
 
 def given_grid(entry: nn.Module, x: Tensor, y: Any) -> Grid:
@@ -213,8 +221,8 @@ def clamped_sizes(block: Any, grid: Grid) -> tuple[Grid, Grid]:
     return (window, shift) if shorter > window[0] else ((shorter,) * len(grid), (0,) * len(grid))
 
 
-def swin(name: str, cls: str, description: Windowed) -> Adapter:
-    layout = Layout(f"{cls}Model", "embeddings", given_grid, swin_stages)
+def swin(name: str, cls: str, description: Windowed, models: tuple[str, ...] = MODELS) -> Adapter:
+    layout = Layout("", "embeddings", given_grid, swin_stages)
     block = replace(
         description,
         classes={"attention": (f"{cls}Attention",)},
@@ -225,7 +233,7 @@ def swin(name: str, cls: str, description: Windowed) -> Adapter:
         pads_first=True,
         pair=True,
     )
-    return Adapter(f"transformers {name}", {f"{cls}Layer": block}, layout, early_stages)
+    return Adapter(f"transformers {name}", {f"{cls}Layer": block}, layouts(cls, models, layout), early_stages)
 
 
 REGISTERS_CLASSES = family("dinov2_with_registers", "Dinov2WithRegisters")
@@ -240,13 +248,57 @@ DINOV3 = transformer(
     family("dinov3_vit", "DINOv3ViT"),
     RERUN,
     prefix=class_and_registers,
+    models=BACKBONES,
     entry="embeddings.patch_embeddings",
     blocks=("model.layer", "layer"),
 )
 CLIP = tower("CLIP vision", family("clip", "CLIP"), prefix=1)
 SIGLIP = tower("SigLIP vision", family("siglip", "Siglip"), prefix=0)
 VIDEOMAE = transformer("VideoMAE", VIDEOMAE_CLASSES, nested_block(VIDEOMAE_CLASSES))
-CONVNEXT = convnext("ConvNeXt", family("convnext", "ConvNext"))
+BEIT = transformer(
+    "BEiT",
+    family("beit", "Beit"),
+    Residual(
+        mixers=(Mixer("attention", "layernorm_before"),),
+        idle=("attention.attention_dropout",),
+        constant=("relative_position_bias",),
+    ),
+    prefix=1,
+    blocks=("layers",),
+)
+VITPOSE = transformer(
+    "VitPose",
+    family("vitpose_backbone", "VitPoseBackbone"),
+    Residual(mixers=(Mixer("attention", "layernorm_before"),), idle=("attention.attention.dropout_prob",)),
+    models=("",),
+)
+CONVNEXT = convnext(
+    "ConvNeXt",
+    family("convnext", "ConvNext"),
+    ConvBlock(conv="dwconv", norm="layernorm", fc1="pwconv1", act="act", fc2="pwconv2", scale="layer_scale_parameter"),
+)
+CONVNEXT_V2 = convnext(
+    "ConvNeXt v2",
+    family("convnextv2", "ConvNextV2"),
+    PointwiseBlock(
+        conv="dwconv", pointwise=("layernorm", "pwconv1", "act", "grn", "pwconv2"), response="grn", scale=""
+    ),
+)
+DINOV3_CONVNEXT = convnext(
+    "DINOv3 ConvNeXt",
+    family("dinov3_convnext", "DINOv3ConvNext"),
+    ConvBlock(
+        conv="depthwise_conv",
+        norm="layer_norm",
+        fc1="pointwise_conv1",
+        act="activation_fn",
+        fc2="pointwise_conv2",
+        scale="gamma",
+    ),
+    entry="model.stages.0.downsample_layers.0",
+    chain="model.stages",
+    down="downsample_layers",
+)
 SWIN = swin(
     "Swin",
     family("swin", "Swin"),
@@ -267,6 +319,20 @@ SWIN_V2 = swin(
         post_norm=True,
         kept_query_attention=W.transformers_v2_attention,
     ),
+    BACKBONES,
+)
+MASKFORMER_SWIN = swin(
+    "MaskFormer Swin",
+    "transformers.models.maskformer.modeling_maskformer_swin.MaskFormerSwin",
+    Windowed(
+        idle=("attention.self.dropout",),
+        mlp="intermediate output",
+        mlp_drop="",
+        kept_query_attention=W.maskformer_attention,
+    ),
 )
 
-ADAPTERS = (VIT, DEIT, DINOV2, DINOV2_REGISTERS, DINOV3, CLIP, SIGLIP, VIDEOMAE, CONVNEXT, SWIN, SWIN_V2)
+ADAPTERS = (
+    *(VIT, DEIT, BEIT, VITPOSE, DINOV2, DINOV2_REGISTERS, DINOV3, CLIP, SIGLIP, VIDEOMAE),
+    *(CONVNEXT, CONVNEXT_V2, DINOV3_CONVNEXT, SWIN, SWIN_V2, MASKFORMER_SWIN),
+)

@@ -162,3 +162,12 @@ def transformers_v2_attention(m: Any, x: Tensor, everything: Tensor, added: Scor
     bias = added(continuous_bias(a.continuous_position_bias_mlp, a))
     o = F.scaled_dot_product_attention(*cosines(q, k, a.logit_scale), v, attn_mask=bias, scale=1.0)
     return m.output(o.transpose(1, 2).flatten(2), x)
+
+
+def maskformer_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, window: Grid) -> Tensor:
+    a = m.self
+    projected = a.query(x), a.key(everything), a.value(everything)
+    q, k, v = (t.unflatten(-1, (-1, a.attention_head_size)).transpose(1, 2) for t in projected)
+    bias = a.relative_position_bias_table[a.relative_position_index].permute(2, 0, 1)
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=added(bias))
+    return m.output(o.transpose(1, 2).flatten(2), x)

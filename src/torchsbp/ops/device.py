@@ -94,7 +94,6 @@ class CUDA(Device):
 _PREFERS_CUDNN: dict[int, bool] = {}
 
 
-@torch.compiler.assume_constant_result
 def _prefers_cudnn(device: int) -> bool:
     """Whether PyTorch prefers cuDNN's attention on this GPU (newer ones), asked once on a small query."""
     if device not in _PREFERS_CUDNN:
@@ -103,6 +102,9 @@ def _prefers_cudnn(device: int) -> bool:
         _PREFERS_CUDNN[device] = choice == torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value
     return _PREFERS_CUDNN[device]
 
+
+# torch.compiler.assume_constant_result, which would import the compiler, and Triton with it, for this line.
+_prefers_cudnn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 CPU_DEVICE, CUDA_DEVICE, OTHER_DEVICE = CPU(), CUDA(), Device()
 _substitute: Device | None = None

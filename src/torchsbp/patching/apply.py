@@ -68,12 +68,20 @@ def remove(model: Model) -> Model:
 
 
 def kept(model: nn.Module) -> dict[str, Tensor]:
-    """Site name -> kept positions ``[B, k]`` of the last training forward; class and register tokens come first."""
-    return {
-        entry.prefix + site.name: entry.masks.positions_kept(index, entry.step(module).device)
+    """Site name -> kept positions ``[B, k]`` of the last training forward; class and register tokens come first.
+
+    A backbone that is called more than once before a backward has other masks in each call: these are the last one's.
+    Left out are backbones whose sampled blocks have not trained.
+    """
+    positions = {
+        entry.prefix + site.name: entry.masks.positions_kept(entry.masks.drawn, index, entry.step(module).device)
         for entry, module in patched_entries(model)
+        if entry.masks.drawn is not None
         for index, site in enumerate(entry.masks.sites)
     }
+    if not positions:
+        raise RuntimeError("no forward has run in training mode with gradients: there are no kept positions yet")
+    return positions
 
 
 def set_step(model: nn.Module, step: int) -> None:

@@ -2,7 +2,10 @@
 
 import copy
 import math
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +14,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..adapters.names import find
 from ..errors import UsageError
+from ..sampling.masks import Masks
 from .apply import kept, patched_entries, remove
 
 ROUNDING, TOLERANCE = 1e-12, 1e-9  # of outputs, of gradients
 Step = tuple[list[Tensor], dict[str, Tensor]]
+Gates = dict[str, "CallGates"]
+GateLike = Callable[..., Tensor]
+"""(output, residual path or None) -> the output, with the gradient of kept positions."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +56,10 @@ def check(model: nn.Module, *inputs: Any) -> Check:
     inputs = tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, inputs)
     twin = remove(copy.deepcopy(model).double())
     patched = copy.deepcopy(model).double()
+    gates = record_gates(patched)
     outputs, gradients = training_step(patched, inputs)
-    install_gates(twin, patched)
+    kept(patched)  # an error if nothing has been sampled
+    install_gates(twin, patched, gates)
     expected_outputs, expected = training_step(twin, inputs)
     pairs = zip(outputs, expected_outputs, strict=True)
     forward = torch.stack([ratio((ours - theirs).abs().max(), theirs.abs().max()) for ours, theirs in pairs])
@@ -86,17 +95,37 @@ def ratio(error: Tensor, size: Tensor) -> Tensor:
     return error.double() / size.double().clamp(min=torch.finfo(torch.float64).tiny)
 
 
-def install_gates(twin: nn.Module, patched: nn.Module) -> None:
-    """Gate the sampled modules of the unpatched model at the positions that the patched one has kept."""
-    positions = kept(patched)
-    for entry, _ in patched_entries(patched):
-        for site, sampled in zip(entry.masks.sites, entry.sampled, strict=True):
-            name = entry.prefix + site.name
-            gate = Gate(positions[name], entry.masks.grids[site.stage], entry.masks.prefix)
-            install_gate(twin.get_submodule(name), gate, sampled.description, entry.config.scope)
+def record_gates(patched: nn.Module) -> Gates:
+    """Fills itself as the patched model runs: with what each sampled module keeps, call after call."""
+    gates: Gates = {}
+    for entry, module in patched_entries(patched):
+        entry.masks.drawn = None
+        for index, site in enumerate(entry.masks.sites):
+            its = gates[entry.prefix + site.name] = CallGates()
+            record = partial(its.record, entry.masks, index, entry.step(module).device)
+            last_of(patched.get_submodule(entry.prefix + site.name)).register_forward_pre_hook(record)
+    return gates
 
 
-def install_gate(block: nn.Module, gate: "Gate", description: Any, scope: str) -> None:
+def install_gates(twin: nn.Module, patched: nn.Module, gates: Gates | None = None) -> None:
+    """Gate the sampled modules of the unpatched model at the positions that the patched one has kept: call by call as
+    recorded, or as in its last call."""
+    for entry, module in patched_entries(patched):
+        for index, sampled in enumerate(entry.sampled):
+            name = entry.prefix + sampled.name
+            block = twin.get_submodule(name)
+            if gates is not None:
+                last_of(block).register_forward_pre_hook(gates[name].begin)
+            gate = gates[name] if gates is not None else Gate.of(entry.masks, index, entry.step(module).device)
+            install_gate(block, gate, sampled.description, entry.config.scope)
+
+
+def last_of(block: nn.Module) -> nn.Module:
+    """What runs last of it: a list runs no forward of its own."""
+    return block[-1] if isinstance(block, nn.ModuleList) else block
+
+
+def install_gate(block: nn.Module, gate: GateLike, description: Any, scope: str) -> None:
     """Gate a block's output; its residual path begins at its input, and there is none if that has another size.
 
     A description may name modules: a ``shortcut``, behind which the residual path begins; what is ``last``, behind the
@@ -119,7 +148,7 @@ def install_gate(block: nn.Module, gate: "Gate", description: Any, scope: str) -
         (past,) = path
         return gate(y, past.reshape(y.shape) if scope == "branch" and past.numel() == y.numel() else None)
 
-    end = block[-1] if isinstance(block, nn.ModuleList) else block  # a list runs no forward of its own
+    end = last_of(block)
     end.register_forward_pre_hook(begin, with_kwargs=True)
     if shortcut is not None:
         shortcut.register_forward_hook(follow)
@@ -128,7 +157,25 @@ def install_gate(block: nn.Module, gate: "Gate", description: Any, scope: str) -
     if last is not None:
         last.register_forward_pre_hook(lambda module, args: gated(args[0]))
     else:
-        end.register_forward_hook(lambda module, args, y: gated(y))
+        end.register_forward_hook(lambda module, args, y: gated(y), prepend=True)  # what others collect is gated
+
+
+class CallGates:
+    """The gates of a module, one for each of its calls; None where it was not sampled: eval mode, no gradients."""
+
+    def __init__(self) -> None:
+        self.calls: deque[Gate | None] = deque()
+        self.now: Gate | None = None
+
+    def record(self, masks: Masks, site: int, device: torch.device, module: nn.Module, args: Any) -> None:
+        trains = module.training and torch.is_grad_enabled()
+        self.calls.append(Gate.of(masks, site, device) if trains else None)
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        self.now = self.calls.popleft()
+
+    def __call__(self, y: Tensor, past: Tensor | None = None) -> Tensor:
+        return y if self.now is None else self.now(y, past)
 
 
 @dataclass(frozen=True)
@@ -138,6 +185,12 @@ class Gate:
     positions: Tensor
     grid: tuple[int, ...]
     prefix: int
+
+    @classmethod
+    def of(cls, masks: Masks, site: int, device: torch.device) -> "Gate":
+        """What a site keeps in the call that runs now."""
+        drawn = masks.of_this_call()
+        return cls(masks.positions_kept(drawn, site, device), drawn.grids[masks.sites[site].stage], masks.prefix)
 
     def __call__(self, y: Tensor, past: Tensor | None = None) -> Tensor:
         """y; at dropped positions its gradient goes to ``past``, nowhere if there is none."""

@@ -59,6 +59,7 @@ class Entry(Strategy):
         self.step(module).fill_(step)
         self.counts = True
         self.masks.ratios = self.ratios(step)
+        self.masks.calls.clear()  # they count back from the step
 
     def ratios(self, step: int) -> tuple[float, ...]:
         """The ratio of every sampled module at this step; a down-sampling layer has that of the block after it."""

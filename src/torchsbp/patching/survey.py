@@ -6,11 +6,12 @@ from fnmatch import fnmatch
 from numbers import Integral
 
 from torch import nn
+from torch.fx import GraphModule
 
 from ..adapters import ADAPTERS, Adapter, Layout, Stage
-from ..adapters.base import NAME, Description, Plain, fitting
+from ..adapters.base import NAME, Description, Plain
 from ..adapters.blocks import block_classes
-from ..adapters.names import find, qualified
+from ..adapters.names import bare_name, find, qualified
 from ..config import SBPConfig
 from ..errors import UsageError
 from .site import Site
@@ -38,9 +39,10 @@ def survey(model: nn.Module, adapter: Adapter, layout: Layout, config: SBPConfig
     for index, stage in enumerate(stages):
         layers = [(name, adapter.describe(find(model, name)), name in sampled) for name in stage.blocks]
         down = find(model, stage.downsample)
-        if down is not None and adapter.downsample is not None:
-            first = bool(layers) and layers[0][2]
-            layers.insert(0, (stage.downsample, fitting(adapter.downsample, down), first))
+        if down is not None:
+            between = adapter.describe_downsample(down)
+            is_sampled = bool(layers) and layers[0][2] and not isinstance(between, Plain)
+            layers.insert(0, (stage.downsample, between, is_sampled))
         for name, description, is_sampled in layers:
             place = depth if is_sampled else None
             found.append(Found(name, find(model, name), index, description or Plain(), place, []))
@@ -115,13 +117,29 @@ def nothing_found(model: nn.Module) -> str:
         name, module, adapter = known[0]
         return (
             f"blocks known, wrapper not: {qualified(model)} holds {len(known)} blocks of {adapter.name} (first "
-            f"{name!r}, {qualified(module)}), but how it calls them is not described. Apply to the library's own "
-            "model, or describe the wrapper by a Layout (docs/adapters.md)."
+            f"{name!r}, {qualified(module)}), but how it calls them is not described. Describe the wrapper by a Layout "
+            "and torchsbp.register it (docs/adapters.md), or use a wrapper of the library itself."
+        )
+    models = {bare_name(layout.model) for a in ADAPTERS for layout in a.every_layout}
+    traced = [type(m).__name__ for m in model.modules() if isinstance(m, GraphModule) and type(m).__name__ in models]
+    if traced:
+        return (
+            f"blocks known, wrapper not: a {traced[0]} was traced through, and of its blocks only the layers are left. "
+            f"{way_around_tracing(model)} Wrap first, then call torchsbp.apply."
         )
     blocks = ", ".join(block_classes(model)) or "not recognisable"
-    supported = "; ".join(f"{a.name} ({str(a.every_layout[0].model).rpartition('.')[2]})" for a in ADAPTERS)
+    supported = "; ".join(f"{a.name} ({bare_name(a.every_layout[0].model)})" for a in ADAPTERS)
     return (
         f"nothing to patch in {qualified(model)}: its blocks are {blocks}. "
         f"Supported, also inside another module: {supported}. "
         "For your own position-wise layers use torchsbp.sbp(fn, x, keep, dim)."
+    )
+
+
+def way_around_tracing(model: nn.Module) -> str:
+    if any(bare_name(module) == "FeatureGraphNet" for module in model.modules()):
+        return 'Use feature_cls="getter" instead of "fx".'
+    return (
+        "Let create_feature_extractor call the blocks, by their class: tracer_kwargs={'leaf_modules': [CNBlock]}, or "
+        "SwinTransformerBlock, EncoderBlock."
     )

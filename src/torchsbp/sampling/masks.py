@@ -1,6 +1,7 @@
 """The kept rows of one backbone in the current training forward: drawn once, read by every sampled module."""
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -37,11 +38,27 @@ class Kept(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """A training forward: its batch, the grid of every stage, and the step counter."""
+    """A training forward: its batch, the grid of every stage, the keep-ratio of every site, and the step counter."""
 
     batch: int
     grids: tuple[Grid, ...]
+    ratios: tuple[float, ...] | None
     step: Tensor
+
+
+class Call(NamedTuple):
+    """A training forward whose backward may come: how many nodes autograd had made when its blocks began."""
+
+    nodes: int
+    forward: Forward
+
+
+class Drawn(NamedTuple):
+    """What a training forward keeps, site by site, of its batch and the grid of every stage."""
+
+    batch: int
+    grids: tuple[Grid, ...]
+    sites: tuple[Kept, ...]
 
 
 class Masks:
@@ -64,10 +81,9 @@ class Masks:
         self.sampler, self.seed, self.per_sample = sampler, seed, per_sample
         self.prefix, self.shrinks, self.sites = prefix, shrinks, sites
         self.ratios: tuple[float, ...] | None = None
-        self.batch = 0
-        self.grids: tuple[Grid, ...] = ()
         self.pending: Forward | None = None  # masks are not drawn yet
-        self.drawn: tuple[Kept, ...] | None = None
+        self.drawn: Drawn | None = None  # in the last forward
+        self.calls: deque[Call] = deque(maxlen=256)  # of one model before a backward: Siamese use, many crops
 
     def begin(self, batch: int, grid: Grid, step: Tensor) -> None:
         """A new forward has begun with this first grid. Masks are drawn now, or under no_grad when first needed."""
@@ -76,9 +92,17 @@ class Masks:
             for shrink in shrinks:
                 grid = shrink(grid)
             grids.append(grid)
-        self.pending = Forward(batch, tuple(grids), step)
+        self.pending = forward = Forward(batch, tuple(grids), self.ratios, step)
         if torch.is_grad_enabled():
             self.draw()
+        if not torch.compiler.is_compiling():
+            self._remember(forward)
+
+    def _remember(self, forward: Forward) -> None:
+        if torch.is_grad_enabled():
+            self.calls.append(Call(torch._C._autograd._get_sequence_nr(), forward))
+        else:  # drawn later, perhaps in a backward: the nodes of these blocks do not tell
+            self.calls.clear()
 
     def draw(self) -> None:
         """Sample what every site keeps from (seed, step, rank), and count the step."""
@@ -87,33 +111,34 @@ class Masks:
                 "a sampled block ran before the model's patch embedding or stem: SBP learns the image size there. "
                 "Call the model (or its forward_features), not its blocks alone."
             )
-        if self.ratios is None:
+        if self.pending.ratios is None:
             raise RuntimeError(
                 "keep_ratio is a schedule over training: call torchsbp.set_step(model, step) before each step"
             )
-        self.batch, self.grids, step = self.pending
         self.drawn = None  # an error below leaves no rows of another grid behind
-        samples = self.batch if self.per_sample else 1
-        key = samplers.draw_key(self.seed, step, _rank(), samples)
-        coarse = self.grids[max(site.stage for site in self.sites)]
-        order = self._order(coarse, key, samples)
-        same: dict[tuple[int, float, Partition | None], Kept] = {}  # stage, ratio and windows decide about rows
-        drawn = []
-        for site, ratio in zip(self.sites, self.ratios, strict=True):
-            partition = None if site.cut is None else site.cut(self.grids[site.stage])
-            what = site.stage, ratio, partition
-            if what not in same:
-                same[what] = self._rows(order, key, coarse, *what)
-            rows, inverse, _, cut = same[what]  # not _replace: torch 2.11 does not compile what that makes
-            drawn.append(Kept(rows, inverse, self._heads(site.heads, ratio, key), cut))
-        self.drawn = tuple(drawn)
-        step.add_(1)
+        self.drawn = self._draw(self.pending)
+        self.pending.step.add_(1)
         self.pending = None
 
-    def _order(self, coarse: Grid, key: Tensor, samples: int) -> Tensor:
+    def _draw(self, forward: Forward) -> Drawn:
+        assert forward.ratios is not None
+        samples = forward.batch if self.per_sample else 1
+        key = samplers.draw_key(self.seed, forward.step, _rank(), samples)
+        order = self._order(self._coarsest(forward), forward.ratios, key, samples)
+        same: dict[tuple[int, float, Partition | None], Kept] = {}  # stage, ratio and windows decide about rows
+        sites = []
+        for site, ratio in zip(self.sites, forward.ratios, strict=True):
+            partition = None if site.cut is None else site.cut(forward.grids[site.stage])
+            what = site.stage, ratio, partition
+            if what not in same:
+                same[what] = self._rows(forward, order, key, *what)
+            rows, inverse, _, cut = same[what]  # not _replace: torch 2.11 does not compile what that makes
+            sites.append(Kept(rows, inverse, self._heads(site.heads, ratio, key), cut))
+        return Drawn(forward.batch, forward.grids, tuple(sites))
+
+    def _order(self, coarse: Grid, ratios: tuple[float, ...], key: Tensor, samples: int) -> Tensor:
         """All positions of the coarsest grid, those to keep first."""
-        assert self.ratios is not None
-        order = samplers.resolve(self.sampler)(coarse, self.ratios, key)
+        order = samplers.resolve(self.sampler)(coarse, ratios, key)
         if tuple(order.shape) != (samples, math.prod(coarse)) or order.dtype != torch.int64:
             raise UsageError(
                 f"the sampler must give an int64 order of shape {(samples, math.prod(coarse))}, all positions of the "
@@ -122,15 +147,15 @@ class Masks:
         return order
 
     def _rows(
-        self, order: Tensor, key: Tensor, coarse: Grid, stage: int, ratio: float, partition: Partition | None
+        self, forward: Forward, order: Tensor, key: Tensor, stage: int, ratio: float, partition: Partition | None
     ) -> Kept:
         if ratio == 1:
             return Kept()
-        assert self.ratios is not None
-        fine, cut = self.grids[stage], None
+        assert forward.ratios is not None
+        fine, coarse, cut = forward.grids[stage], self._coarsest(forward), None
         order = samplers.enlarge(order, coarse, fine)
         counts = {
-            r: samplers.enlarged_count(samplers.count(self.sampler, coarse, r), coarse, fine) for r in self.ratios
+            r: samplers.enlarged_count(samplers.count(self.sampler, coarse, r), coarse, fine) for r in forward.ratios
         }
         if partition is None:
             positions = samplers.first(order, counts[ratio])
@@ -141,9 +166,13 @@ class Masks:
         if self.prefix:
             always = torch.arange(self.prefix, device=order.device).expand(positions.shape[0], -1)
             positions = torch.cat([always, positions], 1)
-        n = self.positions(stage)
-        rows = (torch.arange(self.batch, device=order.device)[:, None] * n + positions).flatten()
-        return Kept(rows, device_of(rows).inverse(rows, self.batch * n), None, cut)
+        n = self.positions(fine)
+        rows = (torch.arange(forward.batch, device=order.device)[:, None] * n + positions).flatten()
+        return Kept(rows, device_of(rows).inverse(rows, forward.batch * n), None, cut)
+
+    def _coarsest(self, forward: Forward) -> Grid:
+        """The grid of the last stage that is sampled."""
+        return forward.grids[max(site.stage for site in self.sites)]
 
     def _heads(self, heads: int, ratio: float, key: Tensor) -> Tensor | None:
         """Kept heads of a site: a random subset, at least one, the same for the batch."""
@@ -152,34 +181,46 @@ class Masks:
         order = samplers.SAMPLERS["random"]((heads,), (ratio,), key[:1])
         return samplers.first(order, max(1, round(ratio * heads)))[0]
 
-    def positions(self, stage: int) -> int:
+    def positions(self, grid: Grid) -> int:
         """Rows per sample."""
-        return self.prefix + math.prod(self.grids[stage])
+        return self.prefix + math.prod(grid)
 
     def kept(self, site: int, batch: int, positions: int) -> Kept:
         """What a site keeps whose input has that many samples and rows per sample."""
-        if self.drawn is None or self.pending is not None:
-            self.draw()
-        assert self.drawn is not None
-        name, stage = self.sites[site].name, self.sites[site].stage
-        expected = self.positions(stage)
-        if batch != self.batch or positions != expected:
+        drawn = self.of_this_call()
+        name, grid = self.sites[site].name, drawn.grids[self.sites[site].stage]
+        expected = self.positions(grid)
+        if batch != drawn.batch or positions != expected:
             raise UsageError(
                 f"{name} was given {batch} samples of {positions} positions, but the image gives "
-                f"{self.batch} samples of {expected} ({self.prefix} prefix tokens and a grid {self.grids[stage]}). "
+                f"{drawn.batch} samples of {expected} ({self.prefix} prefix tokens and a grid {grid}). "
                 "Tokens that were dropped, merged or added between the patch embedding and the blocks (by "
                 "patch_drop_rate or bool_masked_pos, for example) can't be mapped to the grid: switch that off."
             )
-        return self.drawn[site]
+        return drawn.sites[site]
 
-    def positions_kept(self, site: int, device: torch.device) -> Tensor:
-        """What a site has kept in the last training forward, ``[B, k]``, ascending; prefix tokens come first."""
-        if self.drawn is None:
-            raise RuntimeError("no forward has run in training mode with gradients: there are no kept positions yet")
-        rows, n = self.drawn[site].rows, self.positions(self.sites[site].stage)
+    def of_this_call(self) -> Drawn:
+        """What was drawn in the last forward; where backward repeats a block of an earlier one, what was drawn there.
+
+        Autograd numbers its nodes: that of the node which runs now tells in which forward it was made.
+        """
+        if self.drawn is None or self.pending is not None:
+            self.draw()
+        assert self.drawn is not None
+        node = None if torch.compiler.is_compiling() else torch._C._current_autograd_node()
+        later = 0 if node is None else sum(call.nodes > node._sequence_nr() for call in self.calls)
+        if later in (0, len(self.calls)):
+            return self.drawn
+        batch, grids, ratios, step = self.calls[-1 - later].forward
+        return self._draw(Forward(batch, grids, ratios, step - later - 1))
+
+    def positions_kept(self, drawn: Drawn, site: int, device: torch.device) -> Tensor:
+        """What a site has kept in that forward, ``[B, k]``, ascending; prefix tokens come first."""
+        batch, grids, sites = drawn
+        rows, n = sites[site].rows, self.positions(grids[self.sites[site].stage])
         if rows is None:
-            return torch.arange(n, device=device).repeat(self.batch, 1)
-        return (rows.view(self.batch, -1) % n).sort(dim=1).values  # rows of windows come window after window
+            return torch.arange(n, device=device).repeat(batch, 1)
+        return (rows.view(batch, -1) % n).sort(dim=1).values  # rows of windows come window after window
 
 
 def _rank() -> int:
