@@ -292,8 +292,9 @@ def test_gated_mlps_and_rotary_embeddings(cls, options, ratio):
 
 
 def test_other_families_are_refused_by_name():
-    model = transformers_model("ConvNextV2Model", hidden_sizes=[8, 12, 16, 20], depths=[1, 1, 1, 1])
-    message = r"nothing to patch in .*ConvNextV2Model: .*ConvNextV2Layer.*Supported.*transformers ViT"
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 12, 16, 20], "depths": [1, 1, 1, 1], "layer_type": "basic"}
+    model = transformers_model("ResNetModel", **sizes)
+    message = r"nothing to patch in .*ResNetModel: .*ResNetBasicLayer.*Supported.*transformers ViT"
     with pytest.raises(ValueError, match=message):
         torchsbp.apply(model)
 

@@ -20,8 +20,12 @@ def begun(found: Masks, batch: int = 2, grid: tuple[int, int] = (8, 12)) -> Mask
     return found
 
 
+def positions(found: Masks, site: int) -> torch.Tensor:
+    return found.positions_kept(found.drawn, site, torch.device("cpu"))
+
+
 def test_modules_of_one_stage_and_ratio_share_their_rows():
-    fine, again, coarse, heads = begun(masks(0.5, 0.5, 0.5, 0.5)).drawn
+    fine, again, coarse, heads = begun(masks(0.5, 0.5, 0.5, 0.5)).drawn.sites
     assert fine.rows is again.rows
     assert coarse.rows is heads.rows
     assert fine.rows.shape == (2 * 48,)
@@ -31,20 +35,20 @@ def test_modules_of_one_stage_and_ratio_share_their_rows():
 
 
 def test_all_is_none():
-    assert all(record == (None, None, None, None) for record in begun(masks(1.0, 1.0, 1.0, 1.0)).drawn)
+    assert all(record == (None, None, None, None) for record in begun(masks(1.0, 1.0, 1.0, 1.0)).drawn.sites)
 
 
 def test_prefix_tokens_are_always_kept_and_come_first():
     found = begun(masks(0.25, 0.5, 0.25, 0.25, prefix=3))
     for site in range(4):
-        assert found.positions_kept(site, torch.device("cpu"))[:, :3].tolist() == [[0, 1, 2]] * 2
-    few, more = (set(found.positions_kept(site, torch.device("cpu"))[0].tolist()) for site in (0, 1))
+        assert positions(found, site)[:, :3].tolist() == [[0, 1, 2]] * 2
+    few, more = (set(positions(found, site)[0].tolist()) for site in (0, 1))
     assert few < more
 
 
 @pytest.mark.parametrize("per_sample", [True, False])
 def test_samples_have_masks_of_their_own_or_share_one(per_sample):
-    kept = begun(masks(0.5, 0.5, 0.5, 0.5, per_sample=per_sample), batch=4).positions_kept(0, torch.device("cpu"))
+    kept = positions(begun(masks(0.5, 0.5, 0.5, 0.5, per_sample=per_sample), batch=4), 0)
     assert len(kept.unique(dim=0)) == (4 if per_sample else 1)
 
 
