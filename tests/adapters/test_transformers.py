@@ -294,7 +294,7 @@ def test_gated_mlps_and_rotary_embeddings(cls, options, ratio):
 def test_other_families_are_refused_by_name():
     sizes = {"embedding_size": 8, "hidden_sizes": [8, 12, 16, 20], "depths": [1, 1, 1, 1], "layer_type": "basic"}
     model = transformers_model("ResNetModel", **sizes)
-    message = r"nothing to patch in .*ResNetModel: .*ResNetBasicLayer.*Supported.*transformers ViT"
+    message = r"nothing to patch in .*ResNetModel: .*ResNet\w+Layer.*Supported.*transformers ViT"
     with pytest.raises(ValueError, match=message):
         torchsbp.apply(model)
 
