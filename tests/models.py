@@ -341,7 +341,15 @@ WINDOWS = {
     "transformers swin v2, padded": transformers_swin("Swinv2", (36, 52), window_size=3),
 }
 
+TRANSFORMERS_POINTWISE = {
+    "transformers convnext v2": Tiny(
+        of_transformers("ConvNextV2ForImageClassification", **{k: v for k, v in CONVNEXT.items() if "scale" not in k}),
+        "maps",
+        same_bits=False,
+    ),
+}
+
 MODELS: dict[str, Tiny] = {
     **LEAN, **TORCHVISION, **TRANSFORMERS, **{name: member(name, **sizes) for name, sizes in MEMBERS.items()},
-    **TOKENS, **HYBRIDS, **POINTWISE, **WINDOWS,
+    **TOKENS, **HYBRIDS, **POINTWISE, **TRANSFORMERS_POINTWISE, **WINDOWS,
 }  # fmt: skip

@@ -53,15 +53,13 @@ def install_rule(twin: nn.Module, patched: nn.Module) -> None:
     for module in twin.modules():
         if hasattr(module, "set_attn_implementation"):
             module.set_attn_implementation("sdpa")  # also where the patched one's is eager
-    positions = torchsbp.kept(patched)
-    for entry, _ in entries(patched):
-        masks, config = entry.masks, entry.config
-        for site, sampled, drawn in zip(masks.sites, entry.sampled, masks.drawn.sites, strict=True):
-            name = entry.prefix + site.name
-            block, parts = twin.get_submodule(name), sampled.description
-            gate = Gate(positions[name], masks.drawn.grids[site.stage], masks.prefix)
+    for entry, module in entries(patched):
+        config, drawn = entry.config, entry.masks.drawn.sites
+        for index, sampled in enumerate(entry.sampled):
+            block, parts = twin.get_submodule(entry.prefix + sampled.name), sampled.description
+            gate = Gate.of(entry.masks, index, entry.step(module).device)
             if config.attention == "head":
-                gate_heads(block, gate, parts, config.scope, drawn.heads)
+                gate_heads(block, gate, parts, config.scope, drawn[index].heads)
             else:
                 install_gate(block, gate, parts, config.scope)
                 gate_attention(block, gate if config.attention == "qkv" else None)

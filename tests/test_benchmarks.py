@@ -75,7 +75,7 @@ def test_checkpoint_wraps_the_blocks_that_are_not_sampled(bench):
         case = bench.case.Case(bench.case.Setting(model, "sbp query r=0.5, saved + checkpoint", bf16=False))
         wrapped = [module for module in case.model.modules() if "forward" in vars(module)]
         assert len(wrapped) == exact
-        assert all(block.sbp.site is None for block in wrapped)
+        assert all(block.sbp.sampling.site is None for block in wrapped)
 
 
 def test_flops_are_those_of_torch_and_count_blocks_that_are_run_again(bench):

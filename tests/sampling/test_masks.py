@@ -1,0 +1,78 @@
+"""Masks: one record per sampled module, from one order, read by all."""
+
+import pytest
+import torch
+
+from torchsbp.adapters.layouts import halved
+from torchsbp.sampling.masks import Masks, SiteSpec
+
+SITES = (SiteSpec("fine", 0), SiteSpec("fine again", 0), SiteSpec("coarse", 1), SiteSpec("heads", 1, heads=4))
+
+
+def masks(*ratios: float, prefix: int = 0, per_sample: bool = False) -> Masks:
+    found = Masks("random", 0, per_sample, prefix, ((), (halved,)), SITES)
+    found.ratios = ratios
+    return found
+
+
+def begun(found: Masks, batch: int = 2, grid: tuple[int, int] = (8, 12)) -> Masks:
+    found.begin(batch, grid, torch.tensor(3))
+    return found
+
+
+def positions(found: Masks, site: int) -> torch.Tensor:
+    return found.positions_kept(found.drawn, site, torch.device("cpu"))
+
+
+def test_modules_of_one_stage_and_ratio_share_their_rows():
+    fine, again, coarse, heads = begun(masks(0.5, 0.5, 0.5, 0.5)).drawn.sites
+    assert fine.rows is again.rows
+    assert coarse.rows is heads.rows
+    assert fine.rows.shape == (2 * 48,)
+    assert coarse.rows.shape == (2 * 12,)
+    assert heads.heads.shape == (2,)
+    assert fine.heads is None
+
+
+def test_all_is_none():
+    assert all(record == (None, None, None, None) for record in begun(masks(1.0, 1.0, 1.0, 1.0)).drawn.sites)
+
+
+def test_prefix_tokens_are_always_kept_and_come_first():
+    found = begun(masks(0.25, 0.5, 0.25, 0.25, prefix=3))
+    for site in range(4):
+        assert positions(found, site)[:, :3].tolist() == [[0, 1, 2]] * 2
+    few, more = (set(positions(found, site)[0].tolist()) for site in (0, 1))
+    assert few < more
+
+
+@pytest.mark.parametrize("per_sample", [True, False])
+def test_samples_have_masks_of_their_own_or_share_one(per_sample):
+    kept = positions(begun(masks(0.5, 0.5, 0.5, 0.5, per_sample=per_sample), batch=4), 0)
+    assert len(kept.unique(dim=0)) == (4 if per_sample else 1)
+
+
+def test_the_step_is_counted_when_masks_are_drawn():
+    found, step = masks(0.5, 0.5, 0.5, 0.5), torch.tensor(3)
+    with torch.no_grad():
+        found.begin(2, (8, 12), step)
+    assert step == 3
+    assert found.drawn is None
+    found.kept(0, 2, 96)
+    assert step == 4
+    assert found.drawn is not None
+
+
+def test_an_error_leaves_no_rows_of_another_grid_behind():
+    found = begun(masks(0.5, 0.5, 0.1, 0.1))
+    with pytest.raises(ValueError, match=r"keeps none of the 1 cells of grid \(1, 1\)"):
+        begun(found, grid=(2, 2))
+    assert found.drawn is None
+
+
+def test_other_positions_than_the_images_are_refused():
+    found = begun(masks(0.5, 0.5, 0.5, 0.5, prefix=1))
+    with pytest.raises(
+        ValueError, match=r"coarse was given 3 samples of 25 positions, but .* 2 samples of 25 \(1 prefix"
+    ):
+        found.kept(2, 3, 25)
