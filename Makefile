@@ -5,7 +5,7 @@ BIN := .venv/bin
 .PHONY: test check format demo clean
 
 test: .venv/installed  ## run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --durations=10
 
 check: .venv/installed  ## lint, format and type check
 	$(BIN)/ruff check .

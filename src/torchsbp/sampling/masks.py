@@ -167,7 +167,8 @@ class Masks:
             always = torch.arange(self.prefix, device=order.device).expand(positions.shape[0], -1)
             positions = torch.cat([always, positions], 1)
         n = self.positions(fine)
-        rows = (torch.arange(forward.batch, device=order.device)[:, None] * n + positions).flatten()
+        first = torch.arange(forward.batch, device=order.device) * n
+        rows = (first[:, None] + positions).flatten()
         return Kept(rows, device_of(rows).inverse(rows, forward.batch * n), None, cut)
 
     def _coarsest(self, forward: Forward) -> Grid:
