@@ -215,22 +215,6 @@ def train_ddp(rank: int, ratio: float) -> dict:
     }
 
 
-def test_ddp_equals_one_process(tmp_path):
-    model = torchsbp.apply(LEAN["vit"].model(), keep_ratio=1.0)
-    model(images(4)).square().sum().backward()
-    expected = {n: p.grad / 2 for n, p in model.named_parameters()}  # DDP averages over processes
-    for result in spawn(train_ddp, tmp_path, 1.0):
-        assert_gradients(result["gradients"], expected)
-
-
-def test_ddp_draws_a_mask_per_rank_and_averages_their_gradients(tmp_path, monkeypatch):
-    first, second = spawn(train_ddp, tmp_path, 0.5)
-    assert not torch.equal(first["kept"], second["kept"])
-    expected = average_of_ranks(monkeypatch, 1, keep_ratio=0.5, sampler="random")
-    for result in (first, second):
-        assert_gradients(result["gradients"], expected)
-
-
 def train_fsdp(rank: int, ratio: float) -> dict:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -241,21 +225,41 @@ def train_fsdp(rank: int, ratio: float) -> dict:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model(images(4)[2 * rank : 2 * rank + 2]).square().sum().backward()
-    return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+    return {"gradients": {n: p.grad.full_tensor() for n, p in model.named_parameters()}}
 
 
-def test_fsdp2_equals_one_process(tmp_path):
+WAYS = {"ddp": train_ddp, "fsdp": train_fsdp}
+
+
+def train_all_ways(rank: int) -> dict:
+    return {(way, ratio): train(rank, ratio) for way, train in WAYS.items() for ratio in (1.0, 0.5)}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What two processes found, by way and ratio; each starts once."""
+    return spawn(train_all_ways, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_processes_equal_one(two, way):
     model = torchsbp.apply(LEAN["vit"].model(), keep_ratio=1.0)
     model(images(4)).square().sum().backward()
-    expected = {n: p.grad / 2 for n, p in model.named_parameters()}
-    for result in spawn(train_fsdp, tmp_path, 1.0):
-        assert_gradients(result, expected)
+    expected = {n: p.grad / 2 for n, p in model.named_parameters()}  # they average over processes
+    for results in two:
+        assert_gradients(results[way, 1.0]["gradients"], expected)
 
 
-def test_fsdp2_averages_the_sampled_gradients_of_the_ranks(tmp_path, monkeypatch):
-    expected = average_of_ranks(monkeypatch, 0, keep_ratio=0.5)
-    for result in spawn(train_fsdp, tmp_path, 0.5):
-        assert_gradients(result, expected)
+@pytest.mark.parametrize("way, masks_step, options", [("ddp", 1, {"sampler": "random"}), ("fsdp", 0, {})])
+def test_sampled_gradients_of_the_ranks_are_averaged(two, monkeypatch, way, masks_step, options):
+    expected = average_of_ranks(monkeypatch, masks_step, keep_ratio=0.5, **options)
+    for results in two:
+        assert_gradients(results[way, 0.5]["gradients"], expected)
+
+
+def test_every_rank_draws_its_own_mask(two):
+    first, second = (results["ddp", 0.5]["kept"] for results in two)
+    assert not torch.equal(first, second)
 
 
 def trained(model: nn.Module, steps: range, ema: ModelEmaV3 | None = None) -> nn.Module:
