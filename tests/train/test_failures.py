@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import pickle
 import shutil
 import sys
 import types
@@ -10,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchsbp.errors import CheckpointError
 from torchsbp.train.loop import Trainer
 from torchsbp.train.runs import checkpoint
+from torchsbp.train.runs.weights import read_weights
 
 from .runs import evaluate, final, lines, recipe, run, spawn
 from .test_recipes import picture_folder
@@ -114,6 +118,52 @@ def test_named_checkpoints_must_be_whole_and_ours(copy, capsys, tmp_path):
         assert run(copy, f"--resume={tmp_path / name}")[0] == 1
         assert message in capsys.readouterr().err
     assert evaluate([str(tmp_path / "foreign.pt")]) == 1
+
+
+class Shell:
+    def __reduce__(self):
+        return os.system, ("touch ran",)
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (Shell(), "is refused: it holds posix.system, and to load anything but tensors and plain values is"),
+        (torch.nn.Linear(2, 2), "is refused: it holds torch.nn.modules.linear.Linear, and"),
+        (b"hello", "can't be read: it is truncated, or no checkpoint"),
+        (b"", "can't be read: it is truncated, or no checkpoint"),
+        (b"\x89PNG" * 30, "can't be read: it is truncated, or no checkpoint"),
+        (b"eee", "can't be read: it is truncated, or no checkpoint"),
+        (pickle.dumps({"a": 3}), "can't be read: it is truncated, or no checkpoint"),
+        ([torch.ones(2)], "holds a list, not a checkpoint"),
+        ({"a": 1, "b": {}}, "has no weights; it holds a, b"),
+        ({}, "has no weights; it is empty"),
+        ({"model": {"weight": 3}}, "has no weights: weight is of type int"),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_weights_that_are_no_weights(tmp_path, content, reason):
+    """Refused in our words: no advice to load them unsafely, no number as a reason."""
+    path = tmp_path / "weights.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    with pytest.raises(CheckpointError) as refused:
+        read_weights(path)
+    assert f"{path} {reason}" in str(refused.value)
+    assert "weights_only" not in str(refused.value)
+    assert "(" not in str(refused.value).replace("state_dict()", "")
+
+
+def test_safetensors_that_are_none(tmp_path):
+    path = tmp_path / "model.safetensors"
+    for content in (b"", b"hello", b"\xff" * 100, (20).to_bytes(8, "little") + b"{" * 40):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match="can't be read: it is truncated, or no safetensors"):
+            read_weights(path)
+    with pytest.raises(CheckpointError, match=r"no weights at .*none\.safetensors"):
+        read_weights(tmp_path / "none.safetensors")
 
 
 def test_a_checkpoint_of_another_model_is_refused(copy, capsys):
