@@ -5,6 +5,8 @@ from typing import Any
 
 FILE = "metrics.jsonl"
 """in a run's folder: one JSON line per event"""
+WEIGHTS = "model.safetensors"
+"""in a run's folder, when it has ended"""
 SECTIONS = "report"
 """in a run's folder: further parts of its report, a file for each, TITLE.html or TITLE.png"""
 
