@@ -3,6 +3,7 @@
 import os
 import sys
 from dataclasses import asdict
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ from ..errors import RunError
 from .config import Config, differences, plain
 from .distributed import Processes, any_of, barrier, environment, gather
 from .learner import Learner
-from .record import FILE, WEIGHTS
+from .record import FILE, WEIGHTS, read_lines
 from .runs import checkpoint
 from .runs.lock import Lock
-from .runs.metrics import Clock, Losses, Metrics, read_lines
+from .runs.metrics import Clock, Losses, Metrics
 from .runs.state import Progress, random_state, set_random_state
 from .task import Task
 
@@ -134,10 +135,12 @@ class Lasting:
             return None
         config = self.config
         config.out.mkdir(parents=True, exist_ok=True)
-        first = not (config.out / FILE).exists()
         described = self.described()
         metrics = Metrics(config.out, self.progress.step, described, config.log.tensorboard, config.log.wandb)
-        if first:
-            about = {"config": described, "task": self.task.described(), "environment": environment(self.processes)}
+        about = {"config": described, "task": self.task.described(), "environment": environment(self.processes)}
+        if metrics.about is None:
             metrics.write("run", 0, **about, steps=self.steps)
+        elif changed := differences(metrics.about.get("config", {}), described):
+            when = datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds")
+            metrics.write("run", self.progress.step, **about, steps=self.steps, changed=changed, when=when)
         return metrics
