@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchsbp.cli.main import main
-from torchsbp.report import html, markdown, read, repetitions, rows
+from torchsbp.report import html, markdown, read, read_all, repetitions, rows
 from torchsbp.report.charts import thinned, ticks
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -53,7 +53,7 @@ def test_table(runs):
         "run": "full_0", "seed": "0", "top-1, %": "84.00", "best top-1, %": "84.00", "training loss": "0.500",
         "memory, MiB": "40", "images/s": "100", "minutes": "4.0", "state": "finished",
     }  # fmt: skip
-    assert table[2]["state"] == "step 40 of 40"  # killed: half a line is left out
+    assert table[2]["state"] == "unfinished, step 40 of 40"  # killed: half a line is left out
     assert (table[3]["run"], table[3]["seed"], table[3]["top-1, %"]) == ("mean of full", "2 seeds", "85.00 ± 1.41")
     assert len(table) == 4
     assert len(set(map(len, markdown([header, *body]).splitlines()))) == 1
@@ -167,3 +167,62 @@ def test_ticks_are_round_and_long_curves_short():
     assert ticks(0, 100) == [0, 20, 40, 60, 80, 100]
     assert ticks(0.11, 0.19, 4) == pytest.approx([0.12, 0.14, 0.16, 0.18])
     assert len(thinned([(i, i) for i in range(1001)])) <= 400
+
+
+def test_unfinished_runs_are_marked_and_not_in_means(tmp_path):
+    folders = [write_run(tmp_path / f"full_{seed}", seed, "none", 2.0 * seed, finished=seed < 2) for seed in range(3)]
+    header, *body = rows(read_all(folders))
+    mean = dict(zip(header, body[-1], strict=True))
+    assert (mean["seed"], mean["top-1, %"], mean["state"]) == ("2 seeds", "85.00 ± 1.41", "without 1 unfinished")
+    assert body[2][-1] == "unfinished, step 40 of 40"
+    assert len(rows(read_all(folders[1:]))) == 3  # no mean of one
+
+
+def test_a_run_that_is_given_twice_is_one(tmp_path, monkeypatch):
+    """By another path, by a link, or as a copy."""
+    folder = write_run(tmp_path / "full", 0, "none", 0.0)
+    (tmp_path / "link").symlink_to(folder)
+    shutil.copytree(folder, tmp_path / "copy")
+    monkeypatch.chdir(folder)
+    same = [folder, Path("../full"), folder / "metrics.jsonl", tmp_path / "link", tmp_path / "copy"]
+    assert [row[0] for row in rows(read_all(same))[1:]] == ["full"]
+    assert [run.name for run in read_all([Path(".")])] == ["full"]
+
+
+def test_the_same_seed_again_is_no_other_seed(tmp_path):
+    folders = [write_run(tmp_path / f"full_{i}", 0, "none", i) for i in range(2)]
+    assert rows(read_all(folders))[-1][1] == "2 runs of 1 seed"
+
+
+def test_runs_of_one_folder_name_are_told_apart(tmp_path):
+    folders = []
+    for seed, place in enumerate(("a/x", "a/y", "b/x")):
+        (tmp_path / place).mkdir(parents=True)
+        folders.append(write_run(tmp_path / place / "run", seed, "none", seed))
+    folders.append(write_run(tmp_path / "other", 5, "none", 5))
+    names = ["a/x/run", "a/y/run", "b/x/run", "other"]
+    assert [run.name for run in read_all(folders)] == names
+    page = html(read_all(folders), "Runs")
+    assert all(f"<summary>{name}</summary>" in page for name in names)
+    (tmp_path / "other" / "old.jsonl").write_text((folders[0] / "metrics.jsonl").read_text())
+    assert [run.name for run in read_all([folders[3], folders[3] / "old.jsonl"])] == ["other (1)", "other (2)"]
+
+
+def test_lines_that_are_no_metrics_are_left_out(tmp_path):
+    folder = write_run(tmp_path / "full", 0, "none", 0.0)
+    expected = rows([read(folder)])
+    path = folder / "metrics.jsonl"
+    strange = [
+        b"[1, 2]",
+        b"3",
+        b'{"kind": 1, "step": 2}',
+        b'{"kind": "train"}',
+        b'{"kind": "train", "step": "x"}',
+        b"\xff",
+    ]
+    strange += [
+        b'{"kind": "train", "step": 40, "loss": 1.0}',
+        b'{"kind": "train", "step": 40, "epoch": "x", "loss": 9}',
+    ]
+    path.write_bytes(b"\n".join([*strange, path.read_bytes()]))
+    assert rows([read(folder)]) == expected

@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import pickle
 import shutil
 import sys
 import types
@@ -10,8 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchsbp.errors import CheckpointError
+from torchsbp.report import html, read
 from torchsbp.train.loop import Trainer
 from torchsbp.train.runs import checkpoint
+from torchsbp.train.runs.metrics import identity
+from torchsbp.train.runs.weights import read_weights
 
 from .runs import evaluate, final, lines, recipe, run, spawn
 from .test_recipes import picture_folder
@@ -116,6 +122,52 @@ def test_named_checkpoints_must_be_whole_and_ours(copy, capsys, tmp_path):
     assert evaluate([str(tmp_path / "foreign.pt")]) == 1
 
 
+class Shell:
+    def __reduce__(self):
+        return os.system, ("touch ran",)
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (Shell(), "is refused: it holds posix.system, and to load anything but tensors and plain values is"),
+        (torch.nn.Linear(2, 2), "is refused: it holds torch.nn.modules.linear.Linear, and"),
+        (b"hello", "can't be read: it is truncated, or no checkpoint"),
+        (b"", "can't be read: it is truncated, or no checkpoint"),
+        (b"\x89PNG" * 30, "can't be read: it is truncated, or no checkpoint"),
+        (b"eee", "can't be read: it is truncated, or no checkpoint"),
+        (pickle.dumps({"a": 3}), "can't be read: it is truncated, or no checkpoint"),
+        ([torch.ones(2)], "holds a list, not a checkpoint"),
+        ({"a": 1, "b": {}}, "has no weights; it holds a, b"),
+        ({}, "has no weights; it is empty"),
+        ({"model": {"weight": 3}}, "has no weights: weight is of type int"),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_weights_that_are_no_weights(tmp_path, content, reason):
+    """Refused in our words: no advice to load them unsafely, no number as a reason."""
+    path = tmp_path / "weights.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    with pytest.raises(CheckpointError) as refused:
+        read_weights(path)
+    assert f"{path} {reason}" in str(refused.value)
+    assert "weights_only" not in str(refused.value)
+    assert "(" not in str(refused.value).replace("state_dict()", "")
+
+
+def test_safetensors_that_are_none(tmp_path):
+    path = tmp_path / "model.safetensors"
+    for content in (b"", b"hello", b"\xff" * 100, (20).to_bytes(8, "little") + b"{" * 40):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match="can't be read: it is truncated, or no safetensors"):
+            read_weights(path)
+    with pytest.raises(CheckpointError, match=r"no weights at .*none\.safetensors"):
+        read_weights(tmp_path / "none.safetensors")
+
+
 def test_a_checkpoint_of_another_model_is_refused(copy, capsys):
     assert on(copy, "--task.model.options.embed_dim=32") == 1
     assert "is of a model of another size: cls_token (1, 1, 16), here (1, 1, 32)" in capsys.readouterr().err
@@ -125,10 +177,46 @@ def test_a_checkpoint_of_another_model_is_refused(copy, capsys):
     assert "has an average of weights: ema.decay was changed" in capsys.readouterr().err
 
 
-def test_changed_settings_are_named(copy, capsys):
-    assert on(copy, "--optimizer.lr=5e-4") == 0
+def test_changed_settings_are_named_and_recorded(copy, capsys):
+    """The report shows the settings of now, what was changed, and when; to resume once more changes nothing."""
+    for _ in range(2):
+        assert on(copy, "--optimizer.lr=5e-4") == 0
     error = capsys.readouterr().err
     assert "epochs=2 instead of 1, optimizer.lr=0.0005 instead of 0.001" in error
+    first, last = (line for line in lines(copy / "run") if line["kind"] == "run")
+    changed = ["epochs=2 instead of 1", "optimizer.lr=0.0005 instead of 0.001"]
+    assert (first["step"], last["step"], last["changed"], first["steps"], last["steps"]) == (0, 10, changed, 10, 20)
+    found = read(copy / "run")
+    assert found.about["config"]["optimizer"]["lr"] == 0.0005
+    assert found.progress() == "finished; settings changed at step 10"
+    page = html([found], "Runs")
+    assert f"<p>Resumed at step 10, {last['when']}: {', '.join(changed)}</p>" in page
+    assert "&quot;lr&quot;: 0.0005" in page
+
+
+def test_resumed_with_the_same_settings_nothing_is_recorded_about_them(copy):
+    assert run(copy, "--resume=auto", "--epochs=1", "--schedule.warmup_epochs=0")[0] == 0
+    assert [line["kind"] for line in lines(copy / "run")].count("run") == 1
+
+
+def test_strange_lines_of_metrics_are_dropped(copy):
+    path = copy / "run" / "metrics.jsonl"
+    path.write_bytes(path.read_bytes() + b'[3]\n{"kind": "train"}\n\xff\n{"kind": "train", "step": null}\n7\n')
+    assert on(copy) == 0
+    assert all(line["step"] >= 0 for line in lines(copy / "run"))
+
+
+def test_missing_wandb_names_its_extra(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert run(tmp_path, "--log.wandb=project")[0] == 2
+    assert "log.wandb needs wandb: pip install 'torchsbp[wandb]'" in capsys.readouterr().err
+
+
+def test_wandb_tells_runs_of_one_folder_name_apart(tmp_path):
+    a, b = identity(tmp_path / "a" / "run"), identity(tmp_path / "b" / "run")
+    assert a.startswith("run-")
+    assert a != b
+    assert a == identity(tmp_path / "b" / ".." / "a" / "run")
 
 
 def test_fine_tuning_with_other_classes(half, tmp_path, capsys):

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from ..report import html, markdown, read, rows
+from ..report import html, markdown, read_all, rows
 
 PURPOSE = "tables, curves and a page from runs"
 
@@ -14,7 +14,7 @@ def run(argv: list[str]) -> None:
     parser.add_argument("--html", type=Path, default=Path("report.html"), help="the page (default: %(default)s)")
     parser.add_argument("--title", default="Training runs")
     options = parser.parse_args(argv)
-    runs = [read(path) for path in options.runs]
+    runs = read_all(options.runs)
     options.html.parent.mkdir(parents=True, exist_ok=True)
     options.html.write_text(html(runs, options.title), encoding="utf-8")
     print(markdown(rows(runs)))

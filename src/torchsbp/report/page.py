@@ -95,7 +95,13 @@ def content(path: Path, title: str) -> str:
 
 
 def settings(runs: Sequence[Run]) -> str:
-    return "".join(
-        f"<details><summary>{escape(run.name)}</summary><pre>{escape(json.dumps(run.about, indent=1))}</pre></details>"
-        for run in runs
-    )
+    """As they were last, and when they were changed to that."""
+    parts = []
+    for run in runs:
+        changes = "".join(
+            f"<p>Resumed at step {step}{f', {escape(when)}' if when else ''}: {escape(', '.join(what))}</p>"
+            for step, when, what in run.changes
+        )
+        shown = escape(json.dumps(run.about, indent=1))
+        parts.append(f"<details><summary>{escape(run.name)}</summary>{changes}<pre>{shown}</pre></details>")
+    return "".join(parts)

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from ..errors import RunError
-from ..train.record import FILE, SECTIONS, Metric
+from ..train.record import FILE, SECTIONS, Metric, read_lines
 
 Point = tuple[float, float]
 COMMON = ("epoch", "loss", "lr", "memory_mib", "seconds")
@@ -36,7 +36,17 @@ class Run:
 
     @property
     def about(self) -> dict[str, Any]:
-        return next(iter(self.of("run")), {})
+        """How it was configured last."""
+        return next(reversed(self.of("run")), {})
+
+    @property
+    def changes(self) -> list[tuple[int, str, list[str]]]:
+        """(step, when, what) for every time it was resumed with other settings."""
+        return [(line["step"], line.get("when", ""), line["changed"]) for line in self.of("run") if "changed" in line]
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.of("end"))
 
     @property
     def task(self) -> dict[str, Any]:
@@ -53,8 +63,8 @@ class Run:
 
     def curve(self, kind: str, key: str) -> list[Point]:
         """(epoch, value), where there is a value."""
-        points = [(line["epoch"], line.get(key)) for line in self.of(kind)]
-        return [(x, float(y)) for x, y in points if isinstance(y, int | float) and math.isfinite(y)]
+        points: list[tuple[Any, Any]] = [(line.get("epoch"), line.get(key)) for line in self.of(kind)]
+        return [(float(x), float(y)) for x, y in points if is_number(x) and is_number(y)]
 
     def last(self, kind: str, key: str) -> float | None:
         return next((y for _, y in reversed(self.curve(kind, key))), None)
@@ -101,35 +111,55 @@ class Run:
         return [(path.stem, path) for path in found if path.suffix in (".html", ".png")]
 
     def progress(self) -> str:
-        if self.of("end"):
-            return "finished"
         steps = self.about.get("steps")
         step = self.lines[-1]["step"]
-        return f"step {step} of {steps}" if steps else f"step {step}"
+        state = "finished" if self.finished else f"unfinished, step {step}{f' of {steps}' if steps else ''}"
+        changed = ", ".join(str(at) for at, *_ in self.changes)
+        return f"{state}; settings changed at step {changed}" if changed else state
 
     def settings(self) -> str:
         """What makes runs repetitions of each other: everything but the seed and the place."""
         config = {k: v for k, v in self.about.get("config", {}).items() if k not in ("out", "seed", "resume", "log")}
-        return json.dumps(config or self.name, sort_keys=True)
+        return json.dumps([config or self.name, [(at, what) for at, _, what in self.changes]], sort_keys=True)
 
 
 def read(path: Path) -> Run:
     folder = path if path.is_dir() else path.parent
     file = path / FILE if path.is_dir() else path
     try:
-        text = file.read_text()
+        lines = read_lines(file)
     except OSError as error:
         raise RunError(f"{path} is no run: {error}") from error
-    lines = []
-    for line in text.splitlines():
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            continue  # half a line of a killed process
-    lines = [line for line in lines if isinstance(line, dict) and {"kind", "step"} <= line.keys()]
     if not lines:
         raise RunError(f"{file} has no metrics")
-    return Run(folder.name, lines, folder)
+    return Run(folder.resolve().name, lines, folder)
+
+
+def read_all(paths: Sequence[Path]) -> list[Run]:
+    """Every run once, however often and under whatever names it is given; no two of one name."""
+    runs: list[Run] = []
+    for run in map(read, paths):
+        if all(run.lines != other.lines for other in runs):
+            runs.append(run)
+    return told_apart(runs)
+
+
+def told_apart(runs: list[Run]) -> list[Run]:
+    """Runs whose folders have one name are called by as many folders above as make the difference."""
+    same: dict[str, list[Run]] = {}
+    for run in runs:
+        same.setdefault(run.name, []).append(run)
+    for group in (group for group in same.values() if len(group) > 1):
+        parts = [run.folder.resolve().parts if run.folder else (run.name,) for run in group]
+        depths = range(1, 1 + max(map(len, parts)))
+        depth = next((n for n in depths if len({its[-n:] for its in parts}) == len(group)), None)
+        for number, (run, its) in enumerate(zip(group, parts, strict=True), 1):
+            run.name = f"{run.name} ({number})" if depth is None else "/".join(its[-depth:])
+    return runs
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def repetitions(runs: Sequence[Run]) -> list[list[Run]]:

@@ -35,7 +35,7 @@ def rate_in(unit: str) -> Callable[[Run], float | None]:
 
 
 def rows(runs: Sequence[Run]) -> list[list[str]]:
-    """A header, a row per run, and the mean ± standard deviation of every group of repetitions."""
+    """A header, a row per run, and the mean ± standard deviation of the finished ones in every group of repetitions."""
     shown = columns(runs)
     result = [["run", "seed", *(column.title for column in shown), "state"]]
     for run in runs:
@@ -43,10 +43,23 @@ def rows(runs: Sequence[Run]) -> list[list[str]]:
         cells = [number(column.value(run), column.format) for column in shown]
         result.append([run.name, seed, *cells, run.progress()])
     for group in repetitions(runs):
-        if len(group) > 1:
-            cells = [spread([column.value(run) for run in group], column.format) for column in shown]
-            result.append([f"mean of {common(group)}", f"{len(group)} seeds", *cells, ""])
+        whole = [run for run in group if run.finished]
+        if len(whole) > 1:
+            cells = [spread([column.value(run) for run in whole], column.format) for column in shown]
+            left = len(group) - len(whole)
+            result.append(
+                [f"mean of {common(whole)}", seeds(whole), *cells, f"without {left} unfinished" if left else ""]
+            )
     return result
+
+
+def seeds(group: Sequence[Run]) -> str:
+    different = len({run.about.get("config", {}).get("seed") for run in group})
+    return (
+        f"{different} seeds"
+        if different == len(group)
+        else f"{len(group)} runs of {different} seed{'s' if different > 1 else ''}"
+    )
 
 
 def number(value: float | None, form: str) -> str:

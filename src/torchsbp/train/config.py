@@ -11,10 +11,12 @@ from torchsbp.config import PRESETS, options
 from torchsbp.sampling.schedules import Milestones
 
 from ..errors import UsageError
+from .ranges import COUNT, NOT_NEGATIVE, POSITIVE, SHARE_ABOVE_0, SHARE_BELOW_1, check, ranged, refuse
 from .task import TaskOptions
 from .tasks import DEFAULT
 
 Ratio = float | list[float]
+SEEDS = ranged(0, 2**63, open_high=True)
 
 SBPFields: Any = make_dataclass(
     "SBPFields",
@@ -48,6 +50,13 @@ class SBP(SBPFields):
             raise UsageError(f"sbp.preset is none (full backprop), but {given} is given; set sbp.preset to default")
         if self.schedule is not None and self.keep_ratio is not None:
             raise UsageError("give sbp.keep_ratio or sbp.schedule, not both")
+        # ``SBPConfig`` has the ranges of its fields: refused when they are read, not when they are used.
+        for epoch, ratio in self.schedule or ():
+            try:
+                SBPConfig(keep_ratio=_tuple(ratio))
+            except ValueError as error:
+                raise UsageError(f"sbp.schedule at epoch {epoch:g}: {error}") from error
+        self.build(0, 1 << 20)
 
     def given(self) -> dict[str, Any]:
         """What differs from the preset."""
@@ -74,14 +83,14 @@ class Optimizer:
     """timm's ``create_optimizer_v2``."""
 
     name: str = "adamw"
-    lr: float = 4e-3
+    lr: float = field(default=4e-3, metadata=NOT_NEGATIVE)
     """for the whole batch, not scaled by anything"""
-    weight_decay: float = 0.05
+    weight_decay: float = field(default=0.05, metadata=NOT_NEGATIVE)
     """not for biases and norms"""
     options: dict[str, Any] = field(default_factory=dict)
     """further arguments, such as betas or momentum"""
-    layer_decay: float | None = None
-    clip_norm: float | None = None
+    layer_decay: float | None = field(default=None, metadata=SHARE_ABOVE_0)
+    clip_norm: float | None = field(default=None, metadata=POSITIVE)
 
 
 @dataclass
@@ -89,9 +98,9 @@ class Schedule:
     """timm's ``create_scheduler_v2``, stepped at every update."""
 
     name: Literal["cosine", "tanh", "step", "multistep", "poly"] = "cosine"
-    warmup_epochs: int = 20
-    warmup_lr: float = 0.0
-    min_lr: float = 1e-6
+    warmup_epochs: int = field(default=20, metadata=NOT_NEGATIVE)
+    warmup_lr: float = field(default=0.0, metadata=NOT_NEGATIVE)
+    min_lr: float = field(default=1e-6, metadata=NOT_NEGATIVE)
     options: dict[str, Any] = field(default_factory=dict)
     """further arguments, such as decay_epochs or decay_rate"""
 
@@ -100,7 +109,7 @@ class Schedule:
 class EMA:
     """timm's ``ModelEmaV3``; evaluated beside the model."""
 
-    decay: float | None = None
+    decay: float | None = field(default=None, metadata=SHARE_BELOW_1)
     """none: no average"""
     warmup: bool = False
 
@@ -109,9 +118,9 @@ class EMA:
 class Checkpoints:
     """When they are written, and how many stay."""
 
-    every_steps: int | None = None
+    every_steps: int | None = field(default=None, metadata=COUNT)
     """besides the end of every epoch"""
-    keep: int = 2
+    keep: int = field(default=2, metadata=COUNT)
     """how many of the last ones stay; the best stays anyway"""
 
 
@@ -119,7 +128,7 @@ class Checkpoints:
 class Log:
     """What is shown and written while training."""
 
-    every_steps: int = 50
+    every_steps: int = field(default=50, metadata=COUNT)
     progress: bool = True
     tensorboard: bool = False
     wandb: str | None = None
@@ -134,10 +143,10 @@ class Config:
     out: Path = Path("runs/run")
     """the run's folder"""
     sbp: SBP = field(default_factory=SBP)
-    epochs: int = 300
-    batch: int = 4096
+    epochs: int = field(default=300, metadata=COUNT)
+    batch: int = field(default=4096, metadata=COUNT)
     """samples per update, over all processes"""
-    micro_batch: int | None = None
+    micro_batch: int | None = field(default=None, metadata=COUNT)
     """samples per forward of one process; batch / (processes · micro_batch) forwards are accumulated"""
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
@@ -147,36 +156,28 @@ class Config:
     channels_last: bool = False
     deterministic: bool = False
     """torch.use_deterministic_algorithms: the same bits on a GPU too, slower"""
-    seed: int = 0
+    seed: int = field(default=0, metadata=SEEDS)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """with several processes (torchrun): replicate or shard parameters, gradients and optimizer state"""
-    eval_every: int = 1
+    eval_every: int = field(default=1, metadata=COUNT)
     """epochs; the last one is always evaluated"""
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     log: Log = field(default_factory=Log)
     resume: str | None = None
     """auto: from the newest checkpoint in out, if there is one; or a checkpoint file"""
-    throughput: int | None = None
+    throughput: int | None = field(default=None, metadata=COUNT)
     """measure the loader, the step and both over this many updates instead of training"""
 
     def __post_init__(self) -> None:
-        positive = {
-            "epochs": self.epochs,
-            "batch": self.batch,
-            "micro_batch": self.micro_batch,
-            "eval_every": self.eval_every,
-            "checkpoint.every_steps": self.checkpoint.every_steps,
-            "checkpoint.keep": self.checkpoint.keep,
-            "log.every_steps": self.log.every_steps,
-            "throughput": self.throughput,
-        }
-        for name, value in positive.items():
-            if value is not None and value < 1:
-                raise UsageError(f"{name} must be at least 1, found {value}")
-        warmup = self.schedule.warmup_epochs
-        if not 0 <= warmup < self.epochs:
-            raise UsageError(f"schedule.warmup_epochs={warmup} must be at least 0 and less than epochs={self.epochs}")
+        check(self)
+        lr, warmup = self.optimizer.lr, self.schedule.warmup_epochs
+        if self.schedule.min_lr > lr:
+            refuse("schedule.min_lr", self.schedule.min_lr, f"a number in [0, optimizer.lr={lr:g}]")
+        if self.schedule.warmup_lr > lr:
+            refuse("schedule.warmup_lr", self.schedule.warmup_lr, f"a number in [0, optimizer.lr={lr:g}]")
+        if warmup >= self.epochs:
+            refuse("schedule.warmup_epochs", warmup, f"an integer in [0, epochs={self.epochs})")
 
     def accumulate(self, processes: int) -> int:
         """Forwards of one process per update."""

@@ -4,11 +4,8 @@ Everything random is a function of (seed, step) or restored from the checkpoint,
 resumed ends where one that was never killed does.
 """
 
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,21 +17,22 @@ from ..errors import RunError, SignalError
 from ..memory.saved import Saved
 from ..memory.sizes import MIB
 from . import tasks
-from .config import Config, differences, plain
+from .config import Config
 from .data.loader import loader
 from .data.seeds import mixed, seed_everything
-from .distributed import Processes, any_of, barrier, environment, gather, synchronised
+from .distributed import Processes, any_of, synchronised
+from .lasting import Lasting
 from .learner import Learner
-from .record import FILE
+from .record import WEIGHTS
 from .runs import checkpoint
-from .runs.metrics import Clock, Losses, Metrics, write_sections
-from .runs.state import Progress, random_state, set_random_state
+from .runs.metrics import Clock, Losses, write_sections
+from .runs.state import Progress
 from .runs.weights import export
 from .signals import Signals
 from .task import Evaluator
 
 
-class Trainer:
+class Trainer(Lasting):
     """A run: built from a configuration, continued from a checkpoint, trained to its end."""
 
     def __init__(self, config: Config, processes: Processes, start: bool = True) -> None:
@@ -109,7 +107,7 @@ class Trainer:
         """Train to the end. Raises ``SignalError`` after a signal, when everything is saved."""
         self.folder = checkpoint.Folder(self.config.out / "checkpoints", self.config.checkpoint.keep)
         self.signals = Signals()
-        with self.signals:
+        with self.signals, self.lock() or nullcontext():
             self.resume()
             self.metrics = self.open_metrics()
             self.bar = tqdm(
@@ -210,15 +208,11 @@ class Trainer:
         """The final weights as safetensors."""
         weights, progress = self.learner.best_weights(), self.progress
         if self.processes.main:
-            path = self.config.out / "model.safetensors"
+            path = self.config.out / WEIGHTS
             export(weights, path, {"step": progress.step, "config": self.described()})
             self.write("end", best=progress.best, best_step=progress.best_step)
             metric = self.task.metric(self.task.best_by)
             self.say(f"finished: best {metric.name} {progress.best:{metric.format}}, weights in {path}")
-
-    def say(self, message: str) -> None:
-        if self.processes.main:
-            tqdm.write(message, file=sys.stderr)
 
     # Evaluation
 
@@ -260,84 +254,6 @@ class Trainer:
             with self.learner.autocast():
                 evaluator.update(model, self.task.prepare(batch, training=False), order.valid(number))
         return evaluator, evaluator.result()
-
-    # Checkpoints
-
-    def save(self, best: bool = False) -> None:
-        """All processes together; the first one writes."""
-        self.mean_losses()  # nothing is saved after NaN
-        progress = self.progress
-        progress.seconds, progress.loss_steps = self.clock.stop(), self.losses.steps
-        progress.losses = self.losses.sums()
-        progress.loss_sum = progress.losses.pop("loss")
-        content = {
-            "config": self.described(),
-            "progress": progress.state(),
-            **self.learner.state(),
-            "sampler": {"seed": self.config.seed, "start": progress.step * self.accumulate},
-            "sbp_step": progress.step * self.accumulate,
-            "random": gather(random_state(self.processes.device)),
-        }
-        if self.processes.main:
-            self.folder.save(content, progress.step, best)
-        barrier()
-
-    def described(self) -> dict[str, Any]:
-        return plain(asdict(self.config))
-
-    def resume(self) -> None:
-        """Continue from the checkpoint that ``resume`` names; refuse to mix with another run."""
-        config = self.config
-        if config.resume is None:
-            taken = self.processes.main and ((config.out / FILE).exists() or bool(self.folder.steps()))
-            if any_of(taken):  # all look before the first one writes
-                raise RunError(f"{config.out} has a run already: continue with --resume auto, or choose another --out")
-            return
-        if self.processes.main:
-            self.folder.clean()
-        barrier()
-        if config.resume == "auto":
-            found = self.folder.newest(self.say)
-            if found is None:
-                return
-            path, content = found
-        else:
-            path = Path(config.resume)
-            content = checkpoint.read_run(path)
-        self.restore(path, content)
-        self.say(f"resumed from {path} at step {self.progress.step} of {self.steps}")
-
-    def restore(self, path: Path, content: dict[str, Any]) -> None:
-        progress, processes = Progress.of(content["progress"]), self.processes
-        differing = differences(content["config"], self.described())
-        if differing:
-            self.say(f"{path} was made with other settings; now {', '.join(differing)}")
-        if progress.step * self.accumulate != content["sampler"]["start"] or progress.step > self.steps:
-            self.say(f"{path}: the data order differs, since batch, micro_batch, processes or epochs were changed")
-        self.learner.restore(content, path, with_schedule=not differing)  # otherwise it follows the new settings
-        states = content["random"]
-        if len(states) == processes.world:
-            set_random_state(states[processes.rank], processes.device)
-        else:
-            self.say(f"{path} is of {len(states)} processes, now {processes.world}: random numbers differ")
-        self.progress = progress
-        in_folder = path.parent.resolve() == self.folder.folder.resolve()
-        if processes.main and in_folder and progress.best_step == progress.step > 0:
-            self.folder.mark_best(progress.step)  # the process may have ended between the two names
-        barrier()
-
-    def open_metrics(self) -> Metrics | None:
-        if not self.processes.main:
-            return None
-        config = self.config
-        config.out.mkdir(parents=True, exist_ok=True)
-        first = not (config.out / FILE).exists()
-        described = self.described()
-        metrics = Metrics(config.out, self.progress.step, described, config.log.tensorboard, config.log.wandb)
-        if first:
-            about = {"config": described, "task": self.task.described(), "environment": environment(self.processes)}
-            metrics.write("run", 0, **about, steps=self.steps)
-        return metrics
 
 
 def named(loss: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from ...errors import DataError
+from .pictures import as_mode, read_picture
 from .samples import Source
 from .seeds import mixed
 
@@ -44,7 +45,7 @@ class Folder:
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         path, label = self.samples[index]
         with open(path, "rb") as file:
-            return Image.open(file).convert(self.mode), label
+            return read_picture(file, self.mode), label
 
     def where(self, index: int) -> str:
         return f"image {self.samples[index][0]}"
@@ -60,7 +61,7 @@ class Arrays:
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        return Image.fromarray(self.images[index]).convert(self.mode), int(self.labels[index])
+        return as_mode(Image.fromarray(self.images[index]), self.mode), int(self.labels[index])
 
     def where(self, index: int) -> str:
         return f"{self.name} image {index}"
@@ -94,7 +95,7 @@ class Shards:
         shard, offset, size, label = self.table[index].tolist()
         with open(self.shards[shard], "rb") as file:
             file.seek(offset)
-            return Image.open(io.BytesIO(file.read(size))).convert(self.mode), label
+            return read_picture(io.BytesIO(file.read(size)), self.mode), label
 
     def where(self, index: int) -> str:
         shard, offset, *_ = self.table[index].tolist()

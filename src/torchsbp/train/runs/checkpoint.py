@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,12 @@ from typing import IO, Any
 import torch
 
 from ...errors import CheckpointError
+from . import checks
 
-FORMAT = "torchsbp checkpoint 1"
+FORMAT = "torchsbp checkpoint 2"
+"""with a check sum at its end"""
+UNCHECKED = "torchsbp checkpoint 1"
+"""as version 2, without"""
 STEP = "step-{:010d}.pt"
 BEST = "best.pt"
 
@@ -41,24 +46,48 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def write(content: dict[str, Any], file: IO[bytes]) -> None:
+    checks.with_trailer(file, lambda summed: torch.save({"format": FORMAT, **content}, summed))
+
+
 def read(path: Path) -> dict[str, Any]:
-    """The content of a file of torch.save."""
+    """The content of a file of torch.save, if it is what was written."""
     try:
+        checked = checks.check_trailer(path)
+        if not checked:
+            checks.check_members(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"no checkpoint at {path}") from error
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{path} can't be read: it is truncated, or no checkpoint ({reason})") from error
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from error
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{path} {refusal(str(error))}") from error
+    except Exception as error:  # whatever reading a pickle out of any bytes may raise: what it says helps nobody
+        raise CheckpointError(f"{path} can't be read: it is truncated, or no checkpoint") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a checkpoint")
+    if content.get("format") == FORMAT and not checked:
+        raise checks.damaged(path)
     return content
+
+
+def refusal(told: str) -> str:
+    """Why torch refused a pickle, without its advice to load it all the same."""
+    if found := re.search(r"GLOBAL ([\w.]+)", told):
+        return (
+            f"is refused: it holds {found[1]}, and to load anything but tensors and plain values is to run code of the "
+            "file. Whoever trusts it can save its state_dict() alone, or as safetensors"
+        )
+    return "can't be read: it is truncated, or no checkpoint"
 
 
 def read_run(path: Path) -> dict[str, Any]:
     """The content of a checkpoint of a run of ours."""
     content = read(path)
-    if content.get("format") != FORMAT:
+    if content.get("format") not in (FORMAT, UNCHECKED):
         raise CheckpointError(
             f"{path} was not written by torchsbp train (format {content.get('format')!r}, expected {FORMAT!r}); "
             "to begin from its weights set task.model.weights instead of resume"
@@ -78,7 +107,7 @@ class Folder:
     def save(self, content: dict[str, Any], step: int, best: bool) -> None:
         path = self.folder / STEP.format(step)
         try:
-            replace_file(path, lambda file: torch.save({"format": FORMAT, **content}, file))
+            replace_file(path, lambda file: write(content, file))
             if best:
                 self.mark_best(step)
         except (OSError, RuntimeError) as error:

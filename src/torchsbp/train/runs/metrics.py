@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Mapping
+from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
@@ -10,29 +11,23 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from ...errors import UsageError
 from ..distributed import Processes, all_sum
-from ..record import FILE, SECTIONS
+from ..record import FILE, SECTIONS, read_lines
 from .checkpoint import replace_file
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines; a killed process may have left half of one."""
-    lines = []
-    for text in path.read_text().splitlines():
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            continue
-    return lines
 
 
 class Metrics:
     """Appends to a run's record. A line: kind (run, train, valid, end), step, and what there is to say."""
 
     def __init__(self, out: Path, step: int, config: dict[str, Any], tensorboard: bool, wandb: str | None) -> None:
+        module = weights_and_biases() if wandb else None
         self.path = out / FILE
+        self.about: dict[str, Any] | None = None
+        """the line that says how the run was configured last"""
         if self.path.exists():  # resumed: what came after this step happens again
             kept = [line for line in read_lines(self.path) if line["step"] <= step and line["kind"] != "end"]
+            self.about = next((line for line in reversed(kept) if line["kind"] == "run"), None)
             text = "".join(json.dumps(line) + "\n" for line in kept)
             replace_file(self.path, lambda file: file.write(text.encode()))
         self.file = self.path.open("a")
@@ -42,10 +37,8 @@ class Metrics:
 
             self.writer = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1 if step else None)
         self.run: Any = None
-        if wandb:
-            self.run = import_module("wandb").init(
-                project=wandb, name=out.name, id=out.name, config=config, resume="allow"
-            )
+        if module is not None:
+            self.run = module.init(project=wandb, name=out.name, id=identity(out), config=config, resume="allow")
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
@@ -64,6 +57,20 @@ class Metrics:
             self.writer.close()
         if self.run is not None:
             self.run.finish()
+
+
+def weights_and_biases() -> Any:
+    try:
+        return import_module("wandb")
+    except ModuleNotFoundError as error:
+        if error.name != "wandb":
+            raise
+        raise UsageError("log.wandb needs wandb: pip install 'torchsbp[wandb]', or leave log.wandb out") from error
+
+
+def identity(out: Path) -> str:
+    """Of the run in this folder, the same when it is resumed; folders of one name are different runs."""
+    return f"{out.name}-{blake2b(str(out.resolve()).encode(), digest_size=4).hexdigest()}"
 
 
 class Clock:

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...errors import CheckpointError
+from . import checks
 from .checkpoint import read, replace_file
 
 
@@ -16,16 +17,29 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         from safetensors.torch import load_file
 
         try:
+            checks.check_safetensors(path)
             return load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"weights {path} can't be read: {error}") from error
+        except FileNotFoundError as error:
+            raise CheckpointError(f"no weights at {path}") from error
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} can't be read: it is truncated, or no safetensors: {error}") from error
+        except OSError as error:
+            raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from error
     content = read(path)
     for key in ("ema", "model", "state_dict"):
         if isinstance(content.get(key), dict):
-            return content[key]
+            return tensors(content[key], path)
     if content and all(isinstance(value, Tensor) for value in content.values()):
         return content
-    raise CheckpointError(f"{path} has no weights; it holds {', '.join(map(str, list(content)[:8]))}")
+    held = f"it holds {', '.join(map(str, list(content)[:8]))}" if content else "it is empty"
+    raise CheckpointError(f"{path} has no weights; {held}")
+
+
+def tensors(found: dict[str, Any], path: Path) -> dict[str, Tensor]:
+    for name, value in found.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"{path} has no weights: {name} is of type {type(value).__name__}")
+    return found
 
 
 def load_weights(model: nn.Module, path: Path, new_head: bool = False) -> None:
@@ -70,7 +84,8 @@ def export(weights: dict[str, Tensor], path: Path, metadata: dict[str, Any]) -> 
     from safetensors.torch import save
 
     content = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
-    data = save(content, {key: str(value) for key, value in metadata.items()})
+    described = {key: str(value) for key, value in metadata.items()}
+    data = checks.summed_safetensors(save(content, {**described, **checks.SUMMED, checks.SUM: checks.ZEROS}))
     replace_file(path, lambda file: file.write(data))
 
 

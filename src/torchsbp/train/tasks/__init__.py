@@ -5,6 +5,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from ...errors import UsageError
+from ..ranges import check
 from ..task import Task, TaskOptions
 
 DEFAULT = "classification"
@@ -56,4 +57,5 @@ def start(options: TaskOptions, seed: int) -> Task:
     if not isinstance(options, task.Options):
         wanted, given = task.Options.__qualname__, type(options).__qualname__
         raise UsageError(f"task.name {options.name!r} takes {task.__module__}.{wanted}, found {given}")
+    check(options, "task")
     return task(options, seed)

@@ -18,10 +18,13 @@ from ...errors import DataError, UsageError
 from ..data.images import open_images
 from ..data.samples import Samples
 from ..distributed import all_sum
+from ..ranges import COUNT, NOT_NEGATIVE, SHARE, SHARE_ABOVE_0, SHARE_BELOW_1, ranged, refuse
 from ..record import Metric
 from ..runs.weights import load_weights
 from ..task import Evaluator, Task, TaskOptions
 from . import register
+
+WORKERS = ranged(0, 1024)
 
 Batch = tuple[Tensor, Tensor]
 """images, and class numbers or mixed targets"""
@@ -34,9 +37,9 @@ class Model:
     name: str = "vit_tiny_patch16_224"
     options: dict[str, Any] = field(default_factory=dict)
     """further arguments, such as embed_dim or ls_init_value"""
-    drop_path: float = 0.0
+    drop_path: float = field(default=0.0, metadata=SHARE_BELOW_1)
     """stochastic depth"""
-    init: dict[str, float] = field(default_factory=dict)
+    init: dict[str, float] = field(default_factory=dict, metadata=NOT_NEGATIVE)
     """parameters to draw from a normal distribution of this standard deviation, such as {pos_embed: 1.0}"""
     pretrained: bool = False
     """timm's published weights (needs the internet)"""
@@ -55,15 +58,16 @@ class Data:
     train: str = "train"
     """the folder, or the shards' pattern (*.tar), below root"""
     valid: str = "val"
-    classes: int | None = None
+    classes: int | None = field(default=None, metadata=COUNT)
     """needed for shards; otherwise checked if given"""
-    size: int = 224
+    size: int = field(default=224, metadata=COUNT)
     channels: Literal[1, 3] = 3
-    mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
-    std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
-    crop_pct: float = 0.875
+    mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406], metadata=SHARE)
+    """of pixels in [0, 1]"""
+    std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225], metadata=SHARE_ABOVE_0)
+    crop_pct: float = field(default=0.875, metadata=SHARE_ABOVE_0)
     """evaluation: the share of the resized image that is cropped"""
-    workers: int = 8
+    workers: int = field(default=8, metadata=WORKERS)
     """processes that read images, for each process that trains"""
 
     def __post_init__(self) -> None:
@@ -77,16 +81,21 @@ class Augment:
 
     crop: Literal["resized", "pad", "none"] = "resized"
     """resized: random size and aspect; pad: shift by an eighth; none: as in evaluation, and no flip"""
-    scale: tuple[float, float] = (0.08, 1.0)
-    hflip: float = 0.5
+    scale: tuple[float, float] = field(default=(0.08, 1.0), metadata=SHARE_ABOVE_0)
+    """resized: the least and the largest share of the image that is cropped"""
+    hflip: float = field(default=0.5, metadata=SHARE)
     auto_augment: str | None = None
-    color_jitter: float = 0.4
+    color_jitter: float = field(default=0.4, metadata=NOT_NEGATIVE)
     """without auto_augment"""
     interpolation: str = "bicubic"
-    erase: float = 0.0
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    smoothing: float = 0.0
+    erase: float = field(default=0.0, metadata=SHARE)
+    mixup: float = field(default=0.0, metadata=NOT_NEGATIVE)
+    cutmix: float = field(default=0.0, metadata=NOT_NEGATIVE)
+    smoothing: float = field(default=0.0, metadata=SHARE_BELOW_1)
+
+    def __post_init__(self) -> None:
+        if self.scale[0] > self.scale[1]:
+            refuse("task.augment.scale", list(self.scale), "two numbers in (0, 1], the first not above the second")
 
 
 @dataclass

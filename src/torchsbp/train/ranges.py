@@ -1,0 +1,73 @@
+"""Ranges: every number of a configuration has one, said where the field is and checked when a configuration is made."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from ..errors import UsageError
+
+KEY = "range"
+
+
+@dataclass(frozen=True)
+class Range:
+    """From ``low`` to ``high``; ``open_low`` and ``open_high`` leave that bound itself out."""
+
+    low: float
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = value > self.low if self.open_low else value >= self.low
+        below = value < self.high if self.open_high else value <= self.high
+        return above and below and math.isfinite(value)
+
+    def __str__(self) -> str:
+        if self.high == math.inf:
+            return f"{'more than' if self.open_low else 'at least'} {self.low:g}"
+        return f"in {'(' if self.open_low else '['}{self.low:g}, {self.high:g}{')' if self.open_high else ']'}"
+
+
+def ranged(low: float, high: float = math.inf, **bounds: bool) -> dict[str, Range]:
+    """The metadata of a dataclass's field of numbers (one, or a list, tuple or dictionary of them): each is within."""
+    return {KEY: Range(low, high, **bounds)}
+
+
+POSITIVE = ranged(0, open_low=True)
+NOT_NEGATIVE = ranged(0)
+COUNT = ranged(1)
+SHARE = ranged(0, 1)
+SHARE_BELOW_1 = ranged(0, 1, open_high=True)
+SHARE_ABOVE_0 = ranged(0, 1, open_low=True)
+
+
+def check(options: Any, name: str = "") -> None:
+    """Raise ``UsageError`` for the first number, here or in options within, that is outside its range."""
+    for its in fields(options):
+        value = getattr(options, its.name)
+        path = f"{name}.{its.name}" if name else its.name
+        allowed = its.metadata.get(KEY)
+        if is_dataclass(value) and not isinstance(value, type):
+            check(value, path)
+        elif allowed is not None:
+            optional, whole = its.default is None, "float" not in str(its.type)
+            kinds = (int,) if whole else (int, float)
+            if not all(type(number) in kinds and number in allowed for number in numbers(value, optional)):
+                many = isinstance(value, list | tuple | dict)
+                one = "an integer" if whole else "a number"
+                refuse(path, value, f"{'numbers' if many else one} {allowed}{', or null' if optional else ''}")
+
+
+def numbers(value: Any, optional: bool) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        yield from value
+    elif isinstance(value, dict):
+        yield from value.values()
+    elif not (value is None and optional):
+        yield value
+
+
+def refuse(name: str, value: Any, allowed: str) -> None:
+    raise UsageError(f"{name}={value!r} is not allowed; allowed: {allowed}")

@@ -1,0 +1,67 @@
+"""One run in a folder: a lock that the operating system gives back when its process ends, however it ends."""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import ClassVar
+
+from ...errors import RunError
+
+FILE = ".lock"
+HELD = (errno.EACCES, errno.EAGAIN)
+
+
+class Lock:
+    """Holds a folder until it is left. The file stays: to remove it would let two processes hold files of one name.
+
+    A record lock of POSIX: children that are forked to read data don't inherit it, so none outlives the run.
+    """
+
+    own: ClassVar[set[Path]] = set()
+    """held by this process, whose locks are no obstacle to itself"""
+
+    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = (folder / FILE).resolve()
+        if self.path in self.own:
+            raise RunError(refusal(folder, f"process {os.getpid()}, this one"))
+        self.file = self.path.open("a+")
+        try:
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.file.seek(0)
+            holder = who(self.file.read())
+            self.file.close()
+            if error.errno in HELD:
+                raise RunError(refusal(folder, holder)) from error
+            warn(f"{folder} can't be locked ({error.strerror}): nothing keeps a second run out of it")
+            return
+        self.own.add(self.path)
+        self.file.truncate(0)
+        now = datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds")
+        self.file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}))
+        self.file.flush()
+
+    def __enter__(self) -> "Lock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.own.discard(self.path)
+        self.file.close()
+
+
+def refusal(folder: Path, holder: str) -> str:
+    return f"{folder} is in use by {holder}: wait for it, stop it, or choose another --out"
+
+
+def who(text: str) -> str:
+    try:
+        found = json.loads(text)
+        return f"process {found['pid']} on {found['host']}, since {found['since']}"
+    except (ValueError, KeyError, TypeError):  # it has just begun to write
+        return "another process"
