@@ -27,10 +27,11 @@ from torch import nn
 from ..adapters import find_backbones
 from ..adapters.lean import TransformerBlock
 from ..config import SBPConfig
-from ..errors import UsageError
+from ..errors import UsageError, expect
 from ..patching.apply import remove
 from ..patching.site import patched_modules
 from ..patching.survey import refuse_problems, survey
+from .checks import check_config, checked_shape
 from .estimate import Config, Estimate, Loss, Model, build, describe, estimate, fake_copy
 from .sizes import mib, parse_size
 
@@ -161,9 +162,10 @@ def plan(
     The other arguments are those of ``estimate``. ``DoesNotFitError`` says what the least possible is.
     """
     total = parse_size(memory)
-    if not 0 <= headroom < 1:
+    if isinstance(headroom, bool) or not isinstance(headroom, (int, float)) or not 0 <= headroom < 1:
         raise UsageError(f"headroom={headroom!r} is not allowed; allowed: a number in [0, 1)")
     usable, model = int(total * (1 - headroom)), build(model)
+    check_configs(configs)
     order = levels(model) if configs is None else [[config] for config in configs]
     found: dict[int, Estimate] = {}
     numbers = [(level, i) for level, configs_ in enumerate(order) for i in range(len(configs_))]
@@ -196,6 +198,14 @@ def plan(
     )
 
 
+def check_configs(configs: object) -> None:
+    expect("configs", configs, (list, tuple, type(None)), "None, or a list of configurations in your order")
+    if configs == [] or configs == ():
+        raise UsageError("configs is empty; allowed: None, or a list of configurations in your order")
+    for config in configs or ():  # type: ignore[attr-defined]
+        check_config(config)
+
+
 def largest_batch(
     model: Model,
     input_shape: Sequence[int],
@@ -208,12 +218,12 @@ def largest_batch(
 ) -> int:
     """The largest batch whose predicted peak is within the memory, 0 if none is. ``input_shape[0]`` is a start."""
     usable, model = parse_size(memory), build(model)
-    rest = tuple(input_shape[1:])
+    first, *rest = checked_shape(input_shape)
 
     def peak(batch: int) -> int:
         return estimate(model, (batch, *rest), config, precision, optimizer, loss=loss).peak
 
-    return largest_within(peak, usable, max(1, input_shape[0]))
+    return largest_within(peak, usable, first)
 
 
 def largest_within(peak: Callable[[int], int], usable: int, start: int) -> int:
