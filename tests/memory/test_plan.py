@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import timm
 import torch
+import torchvision
 from torch import nn
 
 import torchsbp
 from torchsbp import SBPConfig
+from torchsbp.errors import UsageError
 from torchsbp.memory.estimate import describe
 from torchsbp.memory.plan import Candidate, DoesNotFitError, largest_batch, largest_within, levels
 from torchsbp.memory.sizes import mib, parse_size
@@ -185,6 +187,29 @@ def test_a_plan_can_be_written_down():
     assert found["config"] == "full"
     assert found["tried"] == [{"config": "full", "peak": found["estimate"]["peak"], "fits": True}]
     assert found["options"] == {}
+
+
+def detector() -> nn.Module:
+    return torchvision.models.detection.fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None)
+
+
+def test_a_plan_for_a_part_of_the_model_says_so_and_names_no_batch():
+    shape = (1, 3, 128, 128)
+    found = torchsbp.plan(detector, shape, "8GiB")
+    assert (found.covers, found.largest_batch) == ("backbone", None)
+    assert [candidate.fits for candidate in found.tried] == [None]
+    text = str(found)
+    assert "or more: not known whether it fits" in text
+    assert "Only backbone is covered: what follows it depends on data and needs memory too." in text
+    assert "MiB  fits" not in text
+    assert "largest batch with it" not in text
+    written = found.to_dict()
+    assert (written["covers"], written["largest_batch"], written["tried"][0]["fits"]) == ("backbone", None, None)
+    with pytest.raises(DoesNotFitError, match=r"that is backbone alone: the rest of the model comes on top$") as error:
+        torchsbp.plan(detector, shape, "64MiB", configs=["full"])
+    assert [candidate.fits for candidate in error.value.tried] == [False]
+    with pytest.raises(UsageError, match="only backbone of the model can be estimated: its largest batch is not known"):
+        largest_batch(detector, shape, "8GiB")
 
 
 def nn_chain() -> nn.Module:

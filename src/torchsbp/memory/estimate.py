@@ -215,7 +215,7 @@ def trace(
         with live:
             with autocast, saved, refusals(saved, shape):
                 value = (loss or default_loss)(model.get_submodule(covers)(x))
-                check_loss(value)
+            check_loss(value)
             forward = False
             value.backward()
     in_forward, where, saved_at_peak, gradients_at_peak = live.at_peak
@@ -334,8 +334,6 @@ def refusals(saved: Saved, shape: tuple[int, ...]) -> Iterator[None]:
             f"{saved.where or 'the model'} does what depends on data ({error}), which fake tensors do not have; "
             "estimate the part before it alone: estimate(model.<part>, …)"
         ) from error
-    except UsageError:
-        raise
     except Exception as error:
         first = str(error).strip().splitlines() or [type(error).__name__]
         where = f" (in {saved.where})" if saved.where else ""
