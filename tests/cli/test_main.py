@@ -83,6 +83,10 @@ def test_every_option_of_sbp_is_an_option_in_both_spellings_with_help():
         assert by_name[f"--{field.name}"] is by_name[dashed]
         assert len(by_name[dashed].help) > 20
     assert [option.name for option in options()] == [field.name for field in fields(SBPConfig)]
+    for spelling in ("--sbp.keep_ratio", "--sbp.keep-ratio"):
+        assert arguments.sbp_config(parser.parse_args(["m", spelling, "0.25"])) == SBPConfig(keep_ratio=0.25)
+    for name, precision in {"bfloat16": "bf16", "fp16": "fp16", "fp32": "float32"}.items():
+        assert parser.parse_args(["m", "--precision", name]).precision == precision
     given = parser.parse_args(["m", "--keep_ratio", "0.25,0.75", "--per-sample", "yes", "--seed", "3"])
     assert arguments.sbp_config(given) == SBPConfig(keep_ratio=(0.25, 0.75), per_sample=True, seed=3)
 
@@ -122,6 +126,7 @@ def test_what_no_type_can_be_is_refused():
         (["profile", "test_vit", "--keep-ratio", "2"], "keep_ratio must be a number in (0, 1]"),
         (["profile", "resnet18", "--size", "64", "--methods", "sbp"], "nothing to patch in timm.models.resnet.ResNet"),
         (["plan", "test_vit", "--memory", "16 gigs"], "size '16 gigs' is not understood; write a number and a unit"),
+        (["plan", "test_vit", "--memory", "8"], "bytes hold no model; did you mean '8GiB'?"),
         (["plan", "test_vit", "--memory", "10MiB"], "does not fit in 10.0 MiB (9.0 MiB without the headroom)"),
         (["nonsense"], "unknown command 'nonsense'"),
     ],

@@ -26,8 +26,8 @@ GIB = 2**30
 
 @pytest.mark.parametrize(
     "text, size",
-    [("16GiB", 16 * GIB), ("16 GB", 16 * 10**9), ("8000MiB", 8000 * 2**20), ("1.5gib", 3 * GIB // 2), ("512", 512),
-     (1024, 1024), (1e9, 10**9), (" 2 TiB ", 2 * 2**40)],
+    [("16GiB", 16 * GIB), ("16 GB", 16 * 10**9), ("8000MiB", 8000 * 2**20), ("1.5gib", 3 * GIB // 2), ("512B", 512),
+     ("8G", 8 * GIB), ("8 g", 8 * GIB), ("2000000", 2_000_000), (2**20, 2**20), (1e9, 10**9), (" 2 TiB ", 2 * 2**40)],
 )  # fmt: skip
 def test_sizes_are_read(text, size):
     assert parse_size(text) == size
@@ -39,6 +39,12 @@ def test_other_sizes_are_refused(text):
         ValueError, match=r"size .* is not understood; write a number and a unit, '16GiB'; units: B, KB"
     ):
         parse_size(text)
+
+
+@pytest.mark.parametrize("number", ["8", 8, "1.5", 1023])
+def test_a_small_number_without_a_unit_is_refused(number):
+    with pytest.raises(UsageError, match=rf"size '?{number}'? has no unit, .*; did you mean '{number}GiB'\?"):
+        parse_size(number)
 
 
 def test_nothing_is_no_size():

@@ -6,7 +6,8 @@ from contextlib import suppress
 from typing import Any, get_args, get_origin
 
 from ..config import Option, SBPConfig, options
-from ..memory.estimate import OPTIMIZERS, PRECISIONS
+from ..memory.checks import ALSO, PRECISIONS
+from ..memory.estimate import OPTIMIZERS
 from .named import Named
 
 KINDS = [bool, list[int], int, float, list[float], str, list[str]]  # in this order: what fits fewer texts first
@@ -18,13 +19,14 @@ def parser(command: str, description: str) -> argparse.ArgumentParser:
     result.add_argument("model", metavar="MODEL", help="a timm or torchvision name; timm/… or torchvision/… if both")
     result.add_argument("--batch", type=positive, default=64)
     result.add_argument("--size", type=positive, help="of square images; the model's own unless given")
-    result.add_argument("--precision", default="bf16", choices=PRECISIONS)
+    result.add_argument("--precision", default="bf16", type=lambda name: ALSO.get(name, name), choices=PRECISIONS)
     result.add_argument("--optimizer", default="adamw", choices=OPTIMIZERS)
     result.add_argument(*spellings("channels_last"), action="store_true", help="memory layout of model and images")
     result.add_argument("--json", action="store_true", help="print JSON instead of a table")
     group = result.add_argument_group("stochastic backpropagation", "the fields of torchsbp.SBPConfig")
     for option in options():
-        group.add_argument(*spellings(option.name), type=reader(option), help=option.help.replace("%", "%%"))
+        names = spellings(option.name) + [f"--sbp.{name[2:]}" for name in spellings(option.name)]
+        group.add_argument(*names, dest=option.name, type=reader(option), help=option.help.replace("%", "%%"))
     return result
 
 

@@ -13,7 +13,7 @@ PURPOSE = "the configuration that fits a memory budget"
 def run(argv: list[str]) -> None:
     """The configuration that fits the memory of a GPU with the least loss of gradient quality, then the best speed."""
     arguments = parser("plan", run.__doc__ or "")
-    arguments.add_argument("--memory", required=True, help="of the GPU: 16GiB, 16GB, 8000MiB")
+    arguments.add_argument("--memory", required=True, help="of the GPU: 16GiB, 16G, 16GB, 8000MiB")
     arguments.add_argument(
         "--headroom", type=float, default=HEADROOM, help="share of it that is not to be planned with"
     )

@@ -3,12 +3,16 @@
 from operator import index
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..config import SBPConfig, one_of
 from ..errors import UsageError, UsageTypeError, expect, shown
 
 PLAIN = ("full", "checkpoint")
+PRECISIONS: dict[str, torch.dtype | None] = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": None}
+ALSO = {"bfloat16": "bf16", "float16": "fp16", "fp32": "float32"}
+"""Other names of precisions."""
 
 
 def check_config(config: object) -> None:
@@ -36,3 +40,13 @@ def check_loss(value: object) -> None:
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
         found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
         raise UsageError(f"loss gave {found}; it must give one number with a gradient")
+
+
+def precision_name(precision: Any) -> str:
+    """A precision's name, from any of its names or the dtype."""
+    given = str(precision).removeprefix("torch.")
+    name = ALSO.get(given, given)
+    if not isinstance(precision, (str, torch.dtype)) or name not in PRECISIONS:
+        names = ", ".join(repr(name) for name in (*PRECISIONS, *ALSO))
+        raise UsageError(f"precision={precision!r} is not allowed; allowed: {names}")
+    return name

@@ -20,12 +20,11 @@ from ..ops.device import HALF
 from ..patching.apply import apply, remove
 from ..patching.site import patched_modules
 from . import simulated
-from .checks import check_config, check_loss, checked_shape
+from .checks import PRECISIONS, check_config, check_loss, checked_shape, precision_name
 from .live import Live, no_workspace
 from .saved import Saved, SavedByPart, by_block
 from .sizes import mib
 
-PRECISIONS: dict[str, torch.dtype | None] = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": None}
 OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}  # states per parameter
 DEVICES = ("cuda", "cpu")
 
@@ -128,14 +127,15 @@ def estimate(
     - ``input_shape``: ``[B, C, H, W]``, or whatever the model takes.
     - ``config``: None takes the model as it is, patched or not; "full" is plain training; "checkpoint" is activation
       checkpointing of every block; an ``SBPConfig`` is ``apply(model, config=config)``.
-    - ``precision``: "bf16" or "fp16" (autocast), or "float32": that of the model's own parameters.
+    - ``precision``: "bf16" or "fp16" (autocast), or "float32": that of the model's own parameters. "bfloat16",
+      "float16" and "fp32" are the same.
     - ``optimizer``: a name in ``OPTIMIZERS``.
     - ``device``: "cuda" predicts for a GPU, wherever this runs; "cpu" for this machine's CPU.
     - ``loss``: from the model's output; cross-entropy for scores ``[B, classes]``, else a sum, unless given.
 
     A detector, whose later parts depend on data, is estimated up to its ``backbone``: ``covers`` says so.
     """
-    one_of("precision", precision, PRECISIONS)
+    precision = precision_name(precision)
     one_of("optimizer", optimizer, OPTIMIZERS)
     one_of("device", device, DEVICES)
     check_config(config)

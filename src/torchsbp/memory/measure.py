@@ -11,7 +11,8 @@ from torch import nn
 
 from ..adapters.blocks import blocks_of
 from ..errors import UsageTypeError, expect, shown
-from .estimate import PRECISIONS, Config, Model, build, default_loss, input_for, prepared, saved_lines
+from .checks import PRECISIONS, precision_name
+from .estimate import Config, Model, build, default_loss, input_for, prepared, saved_lines
 from .saved import Saved, SavedByPart, by_block
 from .sizes import mib
 
@@ -106,7 +107,7 @@ def measure_config(
             tensor.zero_()
     prepared(real, config)
     updates = FUSED[optimizer](real.parameters(), lr=1e-3, fused=True)
-    x, dtype = input_for(real, input_shape), PRECISIONS[precision]
+    x, dtype = input_for(real, input_shape), PRECISIONS[precision_name(precision)]
 
     def step() -> None:
         updates.zero_grad(set_to_none=True)
