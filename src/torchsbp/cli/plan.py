@@ -19,8 +19,8 @@ def run(argv: list[str]) -> None:
     )
     args = arguments.parse_args(argv)
     parse_size(args.memory)
-    named = find_model(args.model, args.size, args.channels_last)
-    shape = (args.batch, named.channels, named.size, named.size)
+    named = find_model(args.model, args.size, args.channels_last, args.shape)
+    shape = (args.batch, *named.shape)
     found = plan(
         named.build,
         shape,

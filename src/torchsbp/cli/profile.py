@@ -31,8 +31,8 @@ def run(argv: list[str]) -> None:
     args = arguments.parse_args(argv)
     if args.out:
         chart.check_format(args.out)
-    named = find_model(args.model, args.size, args.channels_last)
-    shape = (args.batch, named.channels, named.size, named.size)
+    named = find_model(args.model, args.size, args.channels_last, args.shape)
+    shape = (args.batch, *named.shape)
     configs: dict[str, Config] = {"full": "full", "checkpoint": "checkpoint", "sbp": sbp_config(args)}
     chosen = {describe(configs[method]): configs[method] for method in args.methods or METHODS}
     notes: list[str] = []
