@@ -64,7 +64,7 @@ class Job:
     def run(self) -> Iterator[Row]:
         """Work for a child process: nothing when everything is predicted, then a row per configuration measured."""
         named = find_model(self.model, channels_last="convnext" in self.model)
-        shape = (self.batch, named.channels, named.size, named.size)
+        shape = (self.batch, *named.shape)
         rows = list(self.planned(named, shape) if self.part == "plan" else [(self.config, {})])
         predicted = [estimate(named.build, shape, config, self.precision, device=self.device) for config, _ in rows]
         yield {}

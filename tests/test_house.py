@@ -81,7 +81,7 @@ def test_imports_point_one_way(file):
 def test_every_room_is_known():
     """A new one is a decision: say where it stands."""
     rooms = {home(file) for file in FILES} - set(ALLOWED)
-    above = {"memory", "study", "train", "report", "cli", "integrations", "recipes", "__init__", "__main__"}
+    above = {"memory", "study", "train", "report", "cli", "integrations", "recipes", "__init__", "__main__", "_public"}
     assert rooms <= above
 
 
@@ -89,3 +89,24 @@ def test_import_needs_torch_alone():
     libraries = ("timm", "torchvision", "transformers", "lightning", "accelerate", "peft", "torchsbp.ops.kernels")
     code = f"import sys, torchsbp; print([m for m in {libraries} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_import_is_light_and_the_first_use_does_not_import_the_compiler():
+    code = (
+        "import sys, torchsbp; print('torch' in sys.modules)\n"
+        "torchsbp.apply, torchsbp.estimate; print('torch' in sys.modules, 'torch._dynamo' in sys.modules)\n"
+        "print(sorted(torchsbp.__all__) == sorted(name for name in dir(torchsbp) if name in torchsbp.__all__))\n"
+        "print(torchsbp.adapters.Adapter.__name__, torchsbp.memory.plan.HEADROOM)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "True", "False", "True", "Adapter", "0.1"], done.stderr
+
+
+def test_what_is_public_is_named_once():
+    import torchsbp
+    from torchsbp import _public
+
+    assert torchsbp.__all__ == _public.__all__
+    assert all(getattr(torchsbp, name) is getattr(_public, name) for name in torchsbp.__all__)
+    with pytest.raises(AttributeError, match="module 'torchsbp' has no attribute 'nothing'"):
+        torchsbp.nothing  # noqa: B018

@@ -1,18 +1,42 @@
 """Stochastic backpropagation: the forward pass runs on every position, the backward pass on a sampled subset."""
 
-from .adapters import register
-from .config import SBPConfig
-from .memory.estimate import estimate
-from .memory.measure import measure
-from .memory.plan import plan
-from .ops.wrap import sbp
-from .patching.apply import apply, kept, remove, set_step
-from .patching.check import check
-from .sampling import schedules
-from .sampling.frames import sbp_frames
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ._public import (
+        SBPConfig,
+        apply,
+        check,
+        estimate,
+        kept,
+        measure,
+        plan,
+        register,
+        remove,
+        sbp,
+        sbp_frames,
+        schedules,
+        set_step,
+    )
 
 __all__ = [
     "SBPConfig", "apply", "check", "estimate", "kept", "measure", "plan", "register", "remove", "sbp", "sbp_frames",
     "schedules", "set_step",
 ]  # fmt: skip
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """The first use of anything imports it all, and torch with it: ``torchsbp --help`` needs neither."""
+    if not name.startswith("_"):
+        public = import_module("._public", __name__)
+        if name in __all__:
+            globals()[name] = getattr(public, name)
+        if name in globals():  # a package of ours among them
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

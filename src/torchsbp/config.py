@@ -1,14 +1,14 @@
 """SBPConfig: everything a user can choose, validated when it is made."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from torch import nn
 
-from .errors import UsageError, UsageTypeError
+from .errors import UsageError, UsageTypeError, check_calls, expect, shown
 from .ops.rules import RULES
 from .sampling import samplers, schedules
 
@@ -60,12 +60,9 @@ class SBPConfig:
         one_of("per_sample", self.per_sample, (True, False))
         if not isinstance(self.recompute, (bool, int, float)) or not 0 <= self.recompute <= 1:
             raise UsageError(f"recompute={self.recompute!r} is not allowed; allowed: True, False, a number in [0, 1]")
-        if isinstance(self.blocks, (bool, str)) or (isinstance(self.blocks, (int, float)) and not 0 < self.blocks <= 1):
-            raise UsageError(
-                f"blocks={self.blocks!r} is not allowed; use None (the papers' choice for the family), a fraction in "
-                '(0, 1], a list of block indices, a list of block names such as ["blocks.4"], or a filter '
-                "(name, module) -> bool"
-            )
+        check_blocks(self.blocks)
+        if callable(self.sampler):
+            check_calls("sampler", self.sampler, "shape", "ratios", "key")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise UsageTypeError(f"seed must be an int, got {self.seed!r}")
 
@@ -73,7 +70,21 @@ class SBPConfig:
     def preset(cls, name: str, **changes: Any) -> "SBPConfig":
         """A named configuration: "default" (ours) or "paper" (the image paper's), with any field changed."""
         one_of("preset", name, PRESETS)
-        return replace(PRESETS[name], **changes)
+        return configured(None, PRESETS[name], changes)
+
+
+def check_blocks(blocks: Any) -> None:
+    """An error if it can't choose blocks."""
+    number = isinstance(blocks, (int, float)) and not isinstance(blocks, bool)
+    several = isinstance(blocks, Collection) and not isinstance(blocks, (str, bytes, Mapping))
+    if not (blocks is None or callable(blocks) or several or (number and 0 < blocks <= 1)):
+        raise UsageError(
+            f"blocks={shown(blocks)} is not allowed; use None (the papers' choice for the family), a fraction in "
+            '(0, 1], a list of block indices, a list of block names such as ["blocks.4"], or a filter '
+            "(name, module) -> bool"
+        )
+    if callable(blocks):
+        check_calls("blocks", blocks, "name", "module")
 
 
 def one_of(name: str, value: Any, allowed: Any) -> None:
@@ -94,6 +105,14 @@ def configured(keep_ratio: KeepRatio | None, config: SBPConfig | None, options: 
     if unknown:
         allowed = ", ".join(SBPConfig.__dataclass_fields__)
         raise UsageTypeError(f"unknown option {', '.join(unknown)}; allowed: {allowed}")
+    if isinstance(keep_ratio, SBPConfig):
+        raise UsageTypeError("keep_ratio is given an SBPConfig; pass it by name: config=…")
+    if isinstance(config, str) and config in PRESETS:
+        raise UsageTypeError(f"config={config!r} is the name of a preset; use config=SBPConfig.preset({config!r})")
+    if isinstance(config, dict):
+        raise UsageTypeError(f"config={shown(config)} is a dict; use config=SBPConfig(**…), or options by name")
+    presets = " or ".join(f"SBPConfig.preset({name!r})" for name in PRESETS)
+    expect("config", config, (SBPConfig, type(None)), f"None, an SBPConfig(…), {presets}")
     if keep_ratio is not None:
         options = options | {"keep_ratio": keep_ratio}
     return replace(config or PRESETS["default"], **options)

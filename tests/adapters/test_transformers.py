@@ -11,10 +11,11 @@ from torch import Tensor, nn
 import torchsbp
 from torchsbp import SBPConfig
 from torchsbp.adapters import find_backbones
+from torchsbp.errors import UsageError
 from torchsbp.patching.site import Site
 
 from ..counting import SavedBytes
-from ..models import CONVNEXT, DINOV2, LAYERS, TOWER, TRANSFORMERS, VIDEOMAE, VIT, Scores, transformers_model
+from ..models import CONVNEXT, DINOV2, LAYERS, MODELS, TOWER, TRANSFORMERS, VIDEOMAE, VIT, Scores, transformers_model
 from ..oracle import check_definition
 from ..steps import (
     assert_gradients,
@@ -306,10 +307,30 @@ def test_releases_that_are_too_old_are_refused(monkeypatch):
 
 def test_calls_that_are_not_plain_are_refused():
     model = torchsbp.apply(model_of("clip"))
-    with pytest.raises(ValueError, match=r"SBPCLIPEncoderLayer was called with extra arguments in training"):
-        model(pixels(), output_attentions=True)
     with pytest.raises(ValueError, match=r"called with extra arguments in training"):
         model.vision_model.encoder(torch.randn(2, 17, 24).double(), attention_mask=torch.zeros(2, 1, 17, 17))
+
+
+NO_MAPS = r"output_attentions=True is not possible in training \(\w+ is patched.*after model.eval\(\) or under torch.no"
+
+
+@pytest.mark.parametrize("name", ["vit", "clip", "videomae", "swin", "swin v2"])
+def test_attention_maps_are_refused_in_training_and_given_otherwise(name):
+    tiny = MODELS[f"transformers {name}"]
+    model = torchsbp.apply(tiny.bare(attn_implementation="eager"))
+    with pytest.raises(UsageError, match=NO_MAPS):
+        model(tiny.images(2), output_attentions=True)
+    model(tiny.images(2)).logits.sum().backward()
+    maps = model.eval()(tiny.images(2), output_attentions=True).attentions
+    assert len(maps) > 1
+    assert all(weights.shape[-1] == weights.shape[-2] for weights in maps)
+
+
+def test_attention_maps_that_the_configuration_asks_for_are_refused_too():
+    model = torchsbp.apply(model_of("vit", attn_implementation="eager"))
+    model.config.output_attentions = True
+    with pytest.raises(UsageError, match=NO_MAPS):
+        model(pixels())
 
 
 def test_tokens_dropped_in_pretraining_are_refused():

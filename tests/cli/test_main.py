@@ -3,6 +3,7 @@
 import argparse
 import subprocess
 import sys
+import time
 from dataclasses import fields
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 import torchsbp
 from torchsbp import SBPConfig, errors
 from torchsbp.cli import arguments, main, plan
+from torchsbp.cli.recipe import find_recipe, recipes
 from torchsbp.config import Option, options
 
 from .commands import run
@@ -18,8 +20,36 @@ from .commands import run
 def test_help_lists_the_commands(capsys):
     status, out, _ = run(capsys)
     assert status == 0
-    assert list(main.commands()) == ["eval", "models", "plan", "profile", "report", "train"]
+    assert list(main.commands()) == ["eval", "models", "plan", "profile", "recipe", "recipes", "report", "train"]
     assert all(f"  {name} " in out and command.PURPOSE in out for name, command in main.commands().items())
+
+
+def test_help_and_version_need_no_torch_and_take_less_than_a_second():
+    code = "import sys; sys.modules['torch'] = None; from torchsbp.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    for argv, said in {(): "  train     train from a recipe", ("--version",): torchsbp.__version__}.items():
+        begin = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert said in done.stdout
+        assert time.perf_counter() - begin < 1
+
+
+def test_the_version_is_told(capsys):
+    assert run(capsys, "--version") == (0, f"torchsbp {torchsbp.__version__}\n", "")
+
+
+def test_recipes_are_listed_and_printed(capsys):
+    status, out, _ = run(capsys, "recipes")
+    lines = out.splitlines()
+    assert status == 0
+    assert lines[0].split() == ["cifar10", "A", "ViT", "of", "12", "blocks,", "64", "patches,", "on", "CIFAR-10."]
+    assert [line.split()[0] for line in lines[:-2]] == recipes()
+    assert "torchsbp recipe NAME > my.yaml" in lines[-1]
+    status, out, _ = run(capsys, "recipe", "imagenet/study")
+    assert (status, out) == (0, find_recipe("imagenet/study").read_text())
+    status, out, err = run(capsys, "recipe", "nothing")
+    assert (status, out) == (2, "")
+    assert "no recipe 'nothing': neither a file nor one of cifar10, cifar100" in err
 
 
 def test_help_needs_torch_alone():
@@ -83,6 +113,10 @@ def test_every_option_of_sbp_is_an_option_in_both_spellings_with_help():
         assert by_name[f"--{field.name}"] is by_name[dashed]
         assert len(by_name[dashed].help) > 20
     assert [option.name for option in options()] == [field.name for field in fields(SBPConfig)]
+    for spelling in ("--sbp.keep_ratio", "--sbp.keep-ratio"):
+        assert arguments.sbp_config(parser.parse_args(["m", spelling, "0.25"])) == SBPConfig(keep_ratio=0.25)
+    for name, precision in {"bfloat16": "bf16", "fp16": "fp16", "fp32": "float32"}.items():
+        assert parser.parse_args(["m", "--precision", name]).precision == precision
     given = parser.parse_args(["m", "--keep_ratio", "0.25,0.75", "--per-sample", "yes", "--seed", "3"])
     assert arguments.sbp_config(given) == SBPConfig(keep_ratio=(0.25, 0.75), per_sample=True, seed=3)
 
@@ -122,6 +156,7 @@ def test_what_no_type_can_be_is_refused():
         (["profile", "test_vit", "--keep-ratio", "2"], "keep_ratio must be a number in (0, 1]"),
         (["profile", "resnet18", "--size", "64", "--methods", "sbp"], "nothing to patch in timm.models.resnet.ResNet"),
         (["plan", "test_vit", "--memory", "16 gigs"], "size '16 gigs' is not understood; write a number and a unit"),
+        (["plan", "test_vit", "--memory", "8"], "bytes hold no model; did you mean '8GiB'?"),
         (["plan", "test_vit", "--memory", "10MiB"], "does not fit in 10.0 MiB (9.0 MiB without the headroom)"),
         (["nonsense"], "unknown command 'nonsense'"),
     ],

@@ -33,3 +33,17 @@ def test_vit_base_needs_little_memory_of_its_own():
     assert "largest batch with it: " in done.stdout
     kilobytes = int(done.stdout.splitlines()[-1])
     assert kilobytes < 2 * 2**20
+
+
+def test_a_detector_is_not_said_to_fit(capsys):
+    detector = ("torchvision/fasterrcnn_mobilenet_v3_large_320_fpn", "--batch", "1", "--size", "128")
+    status, out, _ = run(capsys, "plan", *detector, "--memory", "8GiB")
+    assert status == 0
+    assert "or more: not known whether it fits  ← chosen" in out
+    assert "Only backbone is covered" in out
+    assert "largest batch with it" not in out
+    _, out, _ = run(capsys, "plan", *detector, "--memory", "8GiB", "--json")
+    assert json.loads(out)["largest_batch"] is None
+    _, out, _ = run(capsys, "profile", *detector, "--methods", "full", "--predict")
+    assert [line for line in out.splitlines() if line.startswith("peak, or more")]
+    assert "Activations are those of backbone alone" in out

@@ -199,6 +199,15 @@ class Picks(nn.Module):
         return x[x.sum(1) > 0]
 
 
+@pytest.mark.parametrize(
+    "names", [("bf16", "bfloat16", torch.bfloat16), ("fp16", "float16"), ("float32", "fp32", torch.float32)], ids=str
+)
+def test_precisions_have_several_names(names):
+    found = [torchsbp.estimate(nn.Linear(4, 4), (2, 4), precision=name) for name in names]
+    assert {its.precision for its in found} == {names[0]}
+    assert len({its.peak for its in found}) == 1
+
+
 def test_what_depends_on_data_is_named():
     with pytest.raises(ValueError, match=r"pick does what depends on data .* estimate\(model\.<part>, …\)"):
         torchsbp.estimate(Counts(), (2, 4))
@@ -212,7 +221,7 @@ def test_what_depends_on_data_is_named():
             r"refuses an input of shape \[2, 3, 100, 100\] \(in patch_embed\): Input height",
         ),
         ({"input_shape": (0, 3, 224, 224)}, r"input_shape=\(0, 3, 224, 224\) is not allowed"),
-        ({"precision": "int8"}, "precision='int8' is not allowed; allowed: 'bf16', 'fp16', 'float32'"),
+        ({"precision": "int8"}, "precision='int8' is not allowed; allowed: 'bf16', 'fp16', 'float32', 'bfloat16'"),
         ({"optimizer": "best"}, "optimizer='best' is not allowed; allowed: 'adamw'"),
         ({"config": "sbp"}, "config='sbp' is not allowed; allowed: 'full', 'checkpoint'"),
         ({"device": "tpu"}, "device='tpu' is not allowed; allowed: 'cuda', 'cpu'"),

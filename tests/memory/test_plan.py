@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import timm
 import torch
+import torchvision
 from torch import nn
 
 import torchsbp
 from torchsbp import SBPConfig
+from torchsbp.errors import UsageError
 from torchsbp.memory.estimate import describe
 from torchsbp.memory.plan import Candidate, DoesNotFitError, largest_batch, largest_within, levels
 from torchsbp.memory.sizes import mib, parse_size
@@ -24,8 +26,8 @@ GIB = 2**30
 
 @pytest.mark.parametrize(
     "text, size",
-    [("16GiB", 16 * GIB), ("16 GB", 16 * 10**9), ("8000MiB", 8000 * 2**20), ("1.5gib", 3 * GIB // 2), ("512", 512),
-     (1024, 1024), (1e9, 10**9), (" 2 TiB ", 2 * 2**40)],
+    [("16GiB", 16 * GIB), ("16 GB", 16 * 10**9), ("8000MiB", 8000 * 2**20), ("1.5gib", 3 * GIB // 2), ("512B", 512),
+     ("8G", 8 * GIB), ("8 g", 8 * GIB), ("2000000", 2_000_000), (2**20, 2**20), (1e9, 10**9), (" 2 TiB ", 2 * 2**40)],
 )  # fmt: skip
 def test_sizes_are_read(text, size):
     assert parse_size(text) == size
@@ -37,6 +39,12 @@ def test_other_sizes_are_refused(text):
         ValueError, match=r"size .* is not understood; write a number and a unit, '16GiB'; units: B, KB"
     ):
         parse_size(text)
+
+
+@pytest.mark.parametrize("number", ["8", 8, "1.5", 1023])
+def test_a_small_number_without_a_unit_is_refused(number):
+    with pytest.raises(UsageError, match=rf"size '?{number}'? has no unit, .*; did you mean '{number}GiB'\?"):
+        parse_size(number)
 
 
 def test_nothing_is_no_size():
@@ -185,6 +193,29 @@ def test_a_plan_can_be_written_down():
     assert found["config"] == "full"
     assert found["tried"] == [{"config": "full", "peak": found["estimate"]["peak"], "fits": True}]
     assert found["options"] == {}
+
+
+def detector() -> nn.Module:
+    return torchvision.models.detection.fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None)
+
+
+def test_a_plan_for_a_part_of_the_model_says_so_and_names_no_batch():
+    shape = (1, 3, 128, 128)
+    found = torchsbp.plan(detector, shape, "8GiB")
+    assert (found.covers, found.largest_batch) == ("backbone", None)
+    assert [candidate.fits for candidate in found.tried] == [None]
+    text = str(found)
+    assert "or more: not known whether it fits" in text
+    assert "Only backbone is covered: what follows it depends on data and needs memory too." in text
+    assert "MiB  fits" not in text
+    assert "largest batch with it" not in text
+    written = found.to_dict()
+    assert (written["covers"], written["largest_batch"], written["tried"][0]["fits"]) == ("backbone", None, None)
+    with pytest.raises(DoesNotFitError, match=r"that is backbone alone: the rest of the model comes on top$") as error:
+        torchsbp.plan(detector, shape, "64MiB", configs=["full"])
+    assert [candidate.fits for candidate in error.value.tried] == [False]
+    with pytest.raises(UsageError, match="only backbone of the model can be estimated: its largest batch is not known"):
+        largest_batch(detector, shape, "8GiB")
 
 
 def nn_chain() -> nn.Module:

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchsbp.errors import UsageError
 from torchsbp.ops import reference
 from torchsbp.ops.frames import encode_frames
 from torchsbp.ops.wrap import complement, sbp
@@ -67,3 +68,64 @@ def test_encode_frames_runs_dropped_frames_in_chunks():
 
     encode_frames(encoder, torch.randn(2, 6, 3), torch.tensor([1, 4]), chunk=3)
     assert seen == [(4, True), (3, False), (3, False), (2, False)]
+
+
+@pytest.mark.parametrize(
+    "fn, x, made",
+    [
+        (lambda x: x.mean(1), (2, 6, 4), r"\(2, 2, 4\) it made \(2, 4\), not 2 positions in dim 1"),
+        (lambda x: x.mean(1), (2, 4, 2), r"\(2, 1, 2\) it made \(2, 2\), not 1 positions in dim 1"),
+        (lambda x: x[:, :1], (2, 6, 4), r"\(2, 2, 4\) it made \(2, 1, 4\), not 2 positions in dim 1"),
+        (lambda x: x.sum(), (2, 6, 4), r"it made \(\), not 2 positions in dim 1"),
+    ],
+    ids=["dropped", "dropped, and another of that size left", "changed", "all gone"],
+)
+def test_sbp_refuses_a_function_that_loses_positions(fn, x, made):
+    with pytest.raises(UsageError, match=r"fn must treat positions one by one and keep them in dim 1: .*" + made):
+        sbp(fn, torch.randn(x), torch.tensor([0, 2]))
+    with torch.no_grad(), pytest.raises(UsageError, match=r"fn must treat positions one by one"):
+        sbp(fn, torch.randn(2, 6, 4), torch.tensor([0, 2]))
+
+
+def test_sbp_takes_a_function_that_drops_channels_and_asks_it_once():
+    calls = []
+
+    def fn(x):
+        calls.append(tuple(x.shape))
+        return nn.functional.dropout(x, 0.5).sum(-1)
+
+    x, states = torch.randn(2, 4, 2), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        assert sbp(fn, x, torch.tensor([0, 2]), dim=-2).shape == (2, 4)
+        states.append(torch.get_rng_state())
+    assert calls == [(2, 2, 2), (2, 2, 2), (2, 1, 2), (2, 2, 2), (2, 2, 2)]
+    assert torch.equal(*states)
+
+
+@pytest.mark.parametrize(
+    "keep, message",
+    [
+        ([1, 3, 1], r"keep repeats positions \(\[1\]\), each may be kept once; use keep.unique\(\)"),
+        ([1, 9], r"keep has positions out of range \(\[9\]\); allowed: 0 … 5"),
+        ([-1, 2], r"keep has positions out of range \(\[-1\]\); allowed: 0 … 5"),
+    ],
+)
+def test_sbp_refuses_positions_that_are_repeated_or_out_of_range(keep, message):
+    with pytest.raises(UsageError, match=message):
+        sbp(nn.Identity(), torch.randn(2, 6, 4), torch.tensor(keep))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif("not torch.cuda.is_available()")
+def test_sbp_waits_for_the_device_once_per_shape():
+    x, keep = torch.randn(3, 11, 4, device="cuda"), torch.tensor([1, 4, 1], device="cuda")
+    with pytest.raises(UsageError, match="keep repeats positions"):
+        sbp(nn.Identity(), x, keep)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sbp(nn.Identity(), x, keep)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with pytest.raises(UsageError, match="keep repeats positions"):
+        sbp(nn.Identity(), x, keep, check=True)

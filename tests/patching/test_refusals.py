@@ -4,9 +4,11 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import torchsbp
 from torchsbp import SBPConfig, schedules
+from torchsbp.errors import UsageError
 from torchsbp.patching.site import Site
 
 from ..models import LEAN, images, tiny_convnext, tiny_vit
@@ -150,6 +152,26 @@ def test_hooks_that_would_not_run_are_refused_by_name():
         torchsbp.apply(model)
     handle.remove()
     torchsbp.apply(model)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_parametrization_that_would_change_its_state_twice_is_refused_by_name(device):
+    model = tiny_vit().to(device)
+    parametrizations.spectral_norm(model.blocks[1].mlp.fc2)
+    u = model.blocks[1].mlp.fc2.parametrizations.weight[0]._u
+    before = u.clone()
+    message = r"blocks.1: mlp.fc2.parametrizations.weight is _SpectralNorm, whose state changes in every forward; .*"
+    with pytest.raises(UsageError, match=message + r"remove it \(torch.nn.utils.parametrize.remove_parametrizations\)"):
+        torchsbp.apply(model)
+    assert not any(isinstance(m, Site) for m in model.modules())
+    assert device == "meta" or torch.equal(u, before)
+
+
+@pytest.mark.parametrize("by", [parametrizations.weight_norm, parametrizations.orthogonal])
+def test_a_parametrization_without_a_changing_state_is_trained(by):
+    model = tiny_vit()
+    by(model.blocks[1].mlp.fc2)
+    assert torchsbp.check(torchsbp.apply(model, blocks=1.0), torch.randn(2, 3, 64, 96)).passed
 
 
 def test_changes_inside_a_block_are_refused_when_training_begins():

@@ -1,10 +1,13 @@
 """Blocks of any make, described by what mixes their rows: everything else in them treats rows one by one."""
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from .base import Bound, Description
 from .lean import check_down, check_drop_path
@@ -79,6 +82,17 @@ class RunAgain(Description):
     kind: ClassVar[str] = "run again"
     meaning: ClassVar[str] = "its own forward runs again on kept rows"
     hooks: ClassVar[str] = "would run twice in training"
+
+    def problems(self, block: nn.Module) -> Iterator[str]:
+        yield from super().problems(block)
+        once = [getattr(self, field) for field in self.called]
+        for name, module in block.named_modules():
+            its_part = any(inside(name, part) for part in once)
+            if isinstance(module, ParametrizationList) and not its_part and changes(module):
+                yield (
+                    f"{name} is {', '.join(bare_name(its) for its in module)}, whose state changes in every forward; "
+                    "this one would run twice: remove it (torch.nn.utils.parametrize.remove_parametrizations)"
+                )
 
 
 @dataclass(frozen=True)
@@ -184,6 +198,17 @@ class Patches(RunAgain):
         yield from super().problems(block)
         yield from check_down(self.down, find(block, self.down))
         yield from not_row_by_row(block)
+
+
+def changes(parametrization: ParametrizationList) -> bool:
+    """Whether a forward in training changes its state, as a power iteration does: tried on a copy."""
+    if not any(True for _ in parametrization.buffers()):
+        return False
+    tried = copy.deepcopy(parametrization).train()
+    before = [(id(buffer), buffer._version) for buffer in tried.buffers()]
+    with torch.no_grad():
+        tried()
+    return before != [(id(buffer), buffer._version) for buffer in tried.buffers()]
 
 
 def not_row_by_row(block: nn.Module | None, constant: tuple[str, ...] = (), prefix: str = "") -> Iterator[str]:

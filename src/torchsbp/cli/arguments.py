@@ -6,8 +6,9 @@ from contextlib import suppress
 from typing import Any, get_args, get_origin
 
 from ..config import Option, SBPConfig, options
-from ..memory.estimate import OPTIMIZERS, PRECISIONS
-from .named import Named
+from ..memory.checks import ALSO, PRECISIONS
+from ..memory.estimate import OPTIMIZERS
+from .named import HELP, Named
 
 KINDS = [bool, list[int], int, float, list[float], str, list[str]]  # in this order: what fits fewer texts first
 TRUTH = {"true": True, "yes": True, "false": False, "no": False}
@@ -15,16 +16,18 @@ TRUTH = {"true": True, "yes": True, "false": False, "no": False}
 
 def parser(command: str, description: str) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(f"torchsbp {command}", description=description)
-    result.add_argument("model", metavar="MODEL", help="a timm or torchvision name; timm/… or torchvision/… if both")
+    result.add_argument("model", metavar="MODEL", help=HELP)
     result.add_argument("--batch", type=positive, default=64)
     result.add_argument("--size", type=positive, help="of square images; the model's own unless given")
-    result.add_argument("--precision", default="bf16", choices=PRECISIONS)
+    result.add_argument("--shape", type=sizes, metavar="3,224,224", help="of one sample, instead of --size")
+    result.add_argument("--precision", default="bf16", type=lambda name: ALSO.get(name, name), choices=PRECISIONS)
     result.add_argument("--optimizer", default="adamw", choices=OPTIMIZERS)
     result.add_argument(*spellings("channels_last"), action="store_true", help="memory layout of model and images")
     result.add_argument("--json", action="store_true", help="print JSON instead of a table")
     group = result.add_argument_group("stochastic backpropagation", "the fields of torchsbp.SBPConfig")
     for option in options():
-        group.add_argument(*spellings(option.name), type=reader(option), help=option.help.replace("%", "%%"))
+        names = spellings(option.name) + [f"--sbp.{name[2:]}" for name in spellings(option.name)]
+        group.add_argument(*names, dest=option.name, type=reader(option), help=option.help.replace("%", "%%"))
     return result
 
 
@@ -37,6 +40,10 @@ def positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    return tuple(positive(part.strip()) for part in text.split(","))
 
 
 def reader(option: Option) -> Callable[[str], Any]:
@@ -78,4 +85,6 @@ def sbp_config(args: argparse.Namespace) -> SBPConfig:
 
 
 def heading(args: argparse.Namespace, named: Named) -> str:
-    return f"{args.model}, batch {args.batch}, {named.size}×{named.size}, {args.precision}, {args.optimizer}"
+    images = len(named.shape) == 3
+    sides = "×".join(str(side) for side in (named.shape[1:] if images else named.shape))
+    return f"{args.model}, batch {args.batch}, {sides}, {args.precision}, {args.optimizer}"

@@ -5,44 +5,74 @@ Its name is the file's, or the file's ``NAME``. Exit codes: 0 done; 1 it can't g
 user's input, data or machine is told in one message; anything else is our mistake and keeps its traceback.
 """
 
+import ast
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
-from typing import Protocol, cast
+from typing import NamedTuple
 
-from .. import cli
+from .. import __version__, cli
 from ..errors import DataError, RunError, SignalError, UsageError
 
 IMPOSSIBLE, MISUSED = 1, 2
 INTERRUPTED = 75  # EX_TEMPFAIL: try again
 
 
-class Command(Protocol):
+class Command(NamedTuple):
+    """A command's file, read but not run: help needs neither torch nor what the commands need."""
+
+    module: str
     PURPOSE: str
     """what it does, in a few words"""
 
     def run(self, argv: list[str]) -> int | None:
         """Its exit code, None if all is well."""
-        ...
+        return import_module(self.module).run(argv)
 
 
 def commands() -> dict[str, Command]:
     """Every command, by name."""
-    modules = {file.name: import_module(f"{cli.__name__}.{file.name}") for file in iter_modules(cli.__path__)}
-    found = {getattr(its, "NAME", name): its for name, its in modules.items() if hasattr(its, "PURPOSE")}
-    return cast(dict[str, Command], found)
+    found = {}
+    for file in iter_modules(cli.__path__):
+        words = constants(Path(getattr(file.module_finder, "path", "")) / f"{file.name}.py")
+        if "PURPOSE" in words:
+            found[words.get("NAME", file.name)] = Command(f"{cli.__name__}.{file.name}", words["PURPOSE"])
+    return dict(sorted(found.items()))
+
+
+def constants(path: Path) -> dict[str, str]:
+    """Texts that a file gives names to."""
+    found = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            found.update({name.id: node.value.value for name in node.targets if isinstance(name, ast.Name)})
+    return found
 
 
 def usage() -> str:
-    lines = [f"  {name:<10}{command.PURPOSE}" for name, command in sorted(commands().items())]
-    return "\n".join(["usage: torchsbp COMMAND …", "", *lines, "", "torchsbp COMMAND --help says more."])
+    lines = [f"  {name:<10}{command.PURPOSE}" for name, command in commands().items()]
+    return "\n".join(
+        [
+            "usage: torchsbp COMMAND …",
+            "",
+            "Stochastic backpropagation for PyTorch: forward on every token, backward from a sampled subset.",
+            "",
+            *lines,
+            "",
+            "torchsbp COMMAND --help says more; torchsbp --version.",
+        ]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
     if name in ("-h", "--help"):
         print(usage())
+        return 0
+    if name == "--version":
+        print(f"torchsbp {__version__}")
         return 0
     command = commands().get(name)
     if command is None:

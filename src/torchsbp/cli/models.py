@@ -15,7 +15,7 @@ from ..adapters.names import bare_name, qualified
 from ..config import SBPConfig
 from ..ops.rules import RULES
 from ..patching.survey import survey
-from .named import find_model
+from .named import HELP, find_model
 
 PURPOSE = "which models are supported, and which blocks of a model"
 
@@ -23,7 +23,7 @@ PURPOSE = "which models are supported, and which blocks of a model"
 def run(argv: list[str]) -> int:
     """Which models are supported; of a named one, which blocks are sampled, or why it is refused (exit status 1)."""
     parser = argparse.ArgumentParser("torchsbp models", description=run.__doc__)
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="a timm or torchvision name; timm/… or torchvision/…")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=HELP)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     args = parser.parse_args(argv)
     if args.model is None:

@@ -1,8 +1,11 @@
-"""Models by name, as the command line takes them: of timm or torchvision, built on the meta device."""
+"""Models by name, as the command line takes them, built on the meta device: of timm, torchvision or transformers, or
+what a function of the user's own makes."""
 
+import sys
 import warnings
 from collections.abc import Callable
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -11,33 +14,109 @@ from torch import nn
 from ..errors import UsageError
 
 LIBRARIES = ("timm", "torchvision")
+"""Those whose names are found without a prefix."""
+TRANSFORMERS = "transformers"
 SIZE_OPTIONS = {"timm": "img_size", "torchvision": "image_size"}
+IMAGE, FRAMES = (3, 224, 224), 16
+HELP = "a timm or torchvision name; timm/… or torchvision/… if both; transformers/ViTModel; or module:function"
+
+Shape = tuple[int, ...]
 
 
 class Named(NamedTuple):
-    """A model of a library: how to build it, its number of input channels and its image size."""
+    """A model: how to build it, and the shape of one sample."""
 
     build: Callable[[], nn.Module]
-    channels: int
-    size: int
+    shape: Shape
+
+    @property
+    def channels(self) -> int:
+        return self.shape[0]
+
+    @property
+    def size(self) -> int:
+        return self.shape[-1]
 
 
-def find_model(name: str, size: int | None = None, channels_last: bool = False) -> Named:
-    """The model of that name, "timm/…" or "torchvision/…" where both have it, for images of that size."""
+def find_model(name: str, size: int | None = None, channels_last: bool = False, shape: Shape | None = None) -> Named:
+    """The model of that name, for images of that size, or samples of that shape."""
+    find = of_function if ":" in name else of_transformers if name.startswith(f"{TRANSFORMERS}/") else of_library
+    found = find(name, shape[-1] if shape and size is None else size)
+
+    def build() -> nn.Module:
+        model = found.build()
+        return model.to(memory_format=torch.channels_last) if channels_last else model
+
+    return Named(build, shape or found.shape)
+
+
+def of_library(name: str, size: int | None) -> Named:
+    """A model of timm or torchvision, "timm/…" or "torchvision/…" where both have it."""
     library, _, short = name.rpartition("/")
     if library not in ("", *LIBRARIES):
-        raise UsageError(f"unknown library {library!r} in {name!r}; known: {', '.join(LIBRARIES)}")
+        raise UsageError(f"unknown library {library!r} in {name!r}; known: {', '.join((*LIBRARIES, TRANSFORMERS))}")
     found = [lib for lib in ([library] if library else LIBRARIES) if short.partition(".")[0] in names(lib)]
     if not found:
         raise UsageError(unknown(short, [library] if library else list(LIBRARIES)))
-    channels, own = default_input(found[0], short)
-    given = {} if size in (None, own) else {SIZE_OPTIONS[found[0]]: size}
+    own = default_input(found[0], short)
+    given = {} if size in (None, own[-1]) else {SIZE_OPTIONS[found[0]]: size}
+    return Named(lambda: create(found[0], short, given), sized(own, size))
 
-    def build() -> nn.Module:
-        model = create(found[0], short, given)
-        return model.to(memory_format=torch.channels_last) if channels_last else model
 
-    return Named(build, channels, size or own)
+def sized(shape: Shape, size: int | None) -> Shape:
+    return shape if size is None else (*shape[:-2], size, size)
+
+
+def of_transformers(name: str, size: int | None) -> Named:
+    """A class of transformers, built from its default configuration."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise UsageError(f"{TRANSFORMERS} is not installed; pip install 'torchsbp[transformers]'") from error
+    short = name.partition("/")[2]
+    kind: Any = getattr(transformers, short, None)
+    if getattr(kind, "config_class", None) is None:
+        near = get_close_matches(short, [its for its in dir(transformers) if "Model" in its or "For" in its], n=5)
+        hint = f"did you mean {', '.join(near)}?" if near else "give the name of a model class, such as ViTModel"
+        raise UsageError(f"unknown model {short!r} in {TRANSFORMERS}; {hint}")
+    config = kind.config_class()
+    vision = getattr(config, "vision_config", config)
+    if size is not None and hasattr(vision, "image_size"):
+        vision.image_size = size
+    own = getattr(vision, "image_size", None) or IMAGE[-1]
+    sides = (own, own) if isinstance(own, int) else tuple(own)
+    image = (getattr(vision, "num_channels", IMAGE[0]), *sides)
+    frames = getattr(vision, "num_frames", None)
+    return Named(lambda: made(lambda: kind(config), name), sized(image if frames is None else (frames, *image), size))
+
+
+def of_function(name: str, size: int | None) -> Named:
+    """What a function makes, "module:function"; the module may be a file in the current folder."""
+    path, _, function = name.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        module = import_module(path)
+    except Exception as error:
+        raise UsageError(f"{name!r}: can't import {path!r}: {type(error).__name__}: {error}") from error
+    make = getattr(module, function, None)
+    if not callable(make):
+        raise UsageError(
+            f"{name!r}: {path} has no function {function!r}; write module:function, which returns the model"
+        )
+    return Named(lambda: made(make, name), sized(IMAGE, size))
+
+
+def made(make: Callable[[], Any], name: str) -> nn.Module:
+    """On the meta device; an error if it is no model."""
+    try:
+        with torch.device("meta"):
+            model = make()
+    except Exception as error:
+        raise UsageError(f"{name!r} can't be built without arguments: {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{name!r} made {type(model).__name__}; it must return a torch.nn.Module")
+    return model
 
 
 def names(library: str) -> list[str]:
@@ -61,15 +140,17 @@ def unknown(name: str, libraries: list[str]) -> str:
     return f"unknown model {name!r} in {' and '.join(libraries)}; {hint}"
 
 
-def default_input(library: str, name: str) -> tuple[int, int]:
-    """Channels and size of its images."""
+def default_input(library: str, name: str) -> Shape:
+    """The shape of its images, or of its videos."""
     if library == "torchvision":
-        return 3, 224
+        from torchvision.models import get_model_builder
+
+        video = ".video." in f"{get_model_builder(name).__module__}."
+        return (IMAGE[0], FRAMES, *IMAGE[1:]) if video else IMAGE
     import timm
 
     config = timm.get_pretrained_cfg(name)
-    shape = config.input_size if config is not None else (3, 224, 224)
-    return shape[0], shape[-1]
+    return tuple(config.input_size) if config is not None else IMAGE
 
 
 def create(library: str, name: str, options: dict[str, Any]) -> nn.Module:

@@ -13,14 +13,14 @@ PURPOSE = "the configuration that fits a memory budget"
 def run(argv: list[str]) -> None:
     """The configuration that fits the memory of a GPU with the least loss of gradient quality, then the best speed."""
     arguments = parser("plan", run.__doc__ or "")
-    arguments.add_argument("--memory", required=True, help="of the GPU: 16GiB, 16GB, 8000MiB")
+    arguments.add_argument("--memory", required=True, help="of the GPU: 16GiB, 16G, 16GB, 8000MiB")
     arguments.add_argument(
         "--headroom", type=float, default=HEADROOM, help="share of it that is not to be planned with"
     )
     args = arguments.parse_args(argv)
     parse_size(args.memory)
-    named = find_model(args.model, args.size, args.channels_last)
-    shape = (args.batch, named.channels, named.size, named.size)
+    named = find_model(args.model, args.size, args.channels_last, args.shape)
+    shape = (args.batch, *named.shape)
     found = plan(
         named.build,
         shape,

@@ -31,8 +31,8 @@ def run(argv: list[str]) -> None:
     args = arguments.parse_args(argv)
     if args.out:
         chart.check_format(args.out)
-    named = find_model(args.model, args.size, args.channels_last)
-    shape = (args.batch, named.channels, named.size, named.size)
+    named = find_model(args.model, args.size, args.channels_last, args.shape)
+    shape = (args.batch, *named.shape)
     configs: dict[str, Config] = {"full": "full", "checkpoint": "checkpoint", "sbp": sbp_config(args)}
     chosen = {describe(configs[method]): configs[method] for method in args.methods or METHODS}
     notes: list[str] = []
@@ -98,7 +98,7 @@ def columns(estimates: Mapping[str, Estimate], measured: Mapping[str, Measuremen
     result: dict[str, dict[str, int | None]] = {}
     for title, its in estimates.items():
         rows: dict[str, int | None] = {name: at_peak if size is None else size for name, size, at_peak in its.rows()}
-        rows["peak"] = its.peak
+        rows["peak, or more" if its.covers else "peak"] = its.peak
         if title in measured:
             real = measured[title]
             rows |= {"saved activations": real.saved_bytes, "measured peak": real.peak, "reserved": real.reserved}
@@ -119,7 +119,8 @@ def table(columns: Mapping[str, Mapping[str, int | None]], results: Mapping[str,
     for name in names:
         sizes = [rows.get(name) for rows in columns.values()]
         lines.append(line(name, ["–" if size is None else mib(size) for size in sizes]))
-    peaks = [rows.get("measured peak") or rows.get("peak") or 0 for rows in columns.values()]
+    kinds = ("measured peak", "peak", "peak, or more")
+    peaks = [next(rows[kind] or 0 for kind in kinds if kind in rows) for rows in columns.values()]
     lines.append(line("", [f"{peak / peaks[0]:.2f}×" for peak in peaks]))
     lines += ["", "saved by block"]
     saved = [result.saved for result in results.values()]

@@ -15,18 +15,17 @@ from torch.utils.checkpoint import checkpoint
 
 from ..adapters.blocks import blocks_of
 from ..config import SBPConfig, one_of
-from ..errors import UsageError, UsageTypeError
+from ..errors import UsageError, UsageTypeError, expect, shown
 from ..ops.device import HALF
 from ..patching.apply import apply, remove
 from ..patching.site import patched_modules
 from . import simulated
+from .checks import PRECISIONS, check_config, check_loss, checked_shape, precision_name
 from .live import Live, no_workspace
 from .saved import Saved, SavedByPart, by_block
 from .sizes import mib
 
-PRECISIONS: dict[str, torch.dtype | None] = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": None}
 OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}  # states per parameter
-PLAIN = ("full", "checkpoint")
 DEVICES = ("cuda", "cpu")
 
 Config = SBPConfig | str | None
@@ -128,21 +127,21 @@ def estimate(
     - ``input_shape``: ``[B, C, H, W]``, or whatever the model takes.
     - ``config``: None takes the model as it is, patched or not; "full" is plain training; "checkpoint" is activation
       checkpointing of every block; an ``SBPConfig`` is ``apply(model, config=config)``.
-    - ``precision``: "bf16" or "fp16" (autocast), or "float32": that of the model's own parameters.
+    - ``precision``: "bf16" or "fp16" (autocast), or "float32": that of the model's own parameters. "bfloat16",
+      "float16" and "fp32" are the same.
     - ``optimizer``: a name in ``OPTIMIZERS``.
     - ``device``: "cuda" predicts for a GPU, wherever this runs; "cpu" for this machine's CPU.
     - ``loss``: from the model's output; cross-entropy for scores ``[B, classes]``, else a sum, unless given.
 
     A detector, whose later parts depend on data, is estimated up to its ``backbone``: ``covers`` says so.
     """
-    one_of("precision", precision, PRECISIONS)
+    precision = precision_name(precision)
     one_of("optimizer", optimizer, OPTIMIZERS)
     one_of("device", device, DEVICES)
-    if isinstance(config, str):
-        one_of("config", config, PLAIN)
-    shape = tuple(int(n) for n in input_shape)
-    if not shape or min(shape) < 1:
-        raise UsageError(f"input_shape={tuple(input_shape)} is not allowed; allowed: sizes above 0, batch first")
+    check_config(config)
+    shape = checked_shape(input_shape)
+    if loss is not None and not callable(loss):
+        raise UsageTypeError(f"loss={shown(loss)} can't be called; allowed: None, a function of the model's output")
     model = build(model)
     try:
         found = trace(model, shape, config, precision, device, loss)
@@ -163,7 +162,9 @@ def build(model: Model) -> nn.Module:
             f"model must be a torch.nn.Module or a function that builds one, got {type(model).__name__}"
         )
     with torch.device("meta"):
-        return model()
+        built = model()
+    expect("model()", built, nn.Module, "a torch.nn.Module, which the function must return")
+    return built
 
 
 def describe(config: Config, model: nn.Module | None = None) -> str:
@@ -214,6 +215,7 @@ def trace(
         with live:
             with autocast, saved, refusals(saved, shape):
                 value = (loss or default_loss)(model.get_submodule(covers)(x))
+            check_loss(value)
             forward = False
             value.backward()
     in_forward, where, saved_at_peak, gradients_at_peak = live.at_peak

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from ..adapters.blocks import blocks_of
-from .estimate import PRECISIONS, Config, Model, build, default_loss, input_for, prepared, saved_lines
+from ..errors import UsageTypeError, expect, shown
+from .checks import PRECISIONS, precision_name
+from .estimate import Config, Model, build, default_loss, input_for, prepared, saved_lines
 from .saved import Saved, SavedByPart, by_block
 from .sizes import mib
 
@@ -62,6 +64,9 @@ def measure(model: nn.Module, step: Callable[[], object]) -> Measurement:
     It is called once on CPU; on CUDA three times, so that what a first step allocates for good (optimizer state,
     workspace) is there: to warm up, to count what is saved, and for the peak.
     """
+    expect("model", model, nn.Module, "a torch.nn.Module, whose step is measured")
+    if not callable(step):
+        raise UsageTypeError(f"step={shown(step)} can't be called; allowed: a function that runs forward and backward")
     on_cuda = any(p.is_cuda for p in model.parameters())
     if on_cuda:
         step()
@@ -102,7 +107,7 @@ def measure_config(
             tensor.zero_()
     prepared(real, config)
     updates = FUSED[optimizer](real.parameters(), lr=1e-3, fused=True)
-    x, dtype = input_for(real, input_shape), PRECISIONS[precision]
+    x, dtype = input_for(real, input_shape), PRECISIONS[precision_name(precision)]
 
     def step() -> None:
         updates.zero_grad(set_to_none=True)

@@ -27,10 +27,11 @@ from torch import nn
 from ..adapters import find_backbones
 from ..adapters.lean import TransformerBlock
 from ..config import SBPConfig
-from ..errors import UsageError
+from ..errors import UsageError, expect
 from ..patching.apply import remove
 from ..patching.site import patched_modules
 from ..patching.survey import refuse_problems, survey
+from .checks import check_config, checked_shape
 from .estimate import Config, Estimate, Loss, Model, build, describe, estimate, fake_copy
 from .sizes import mib, parse_size
 
@@ -50,27 +51,42 @@ class DoesNotFitError(UsageError):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration, its predicted peak in bytes, and whether that is within the budget."""
+    """A configuration, its predicted peak in bytes, and whether that is within the budget: None if that is not known,
+    since only a part of the model is covered, and its peak is within."""
 
     config: Config
     peak: int
-    fits: bool
+    fits: bool | None
+
+    @classmethod
+    def of(cls, config: Config, its: Estimate, usable: int) -> "Candidate":
+        within = its.peak <= usable
+        return cls(config, its.peak, None if within and its.covers else within)
 
     def __str__(self) -> str:
-        return f"{describe(self.config):<40}{mib(self.peak):>12}  {'fits' if self.fits else 'too much'}"
+        word = {True: "fits", False: "too much", None: "or more: not known whether it fits"}[self.fits]
+        return f"{describe(self.config):<40}{mib(self.peak):>12}  {word}"
 
 
 @dataclass(frozen=True)
 class Plan:
     """The chosen configuration and its estimate; the candidates tried, in order of preference; the largest batch that
-    fits with it. ``memory`` is the budget and ``usable`` what is left of it after headroom, in bytes."""
+    fits with it. ``memory`` is the budget and ``usable`` what is left of it after headroom, in bytes.
+
+    Where ``covers`` names a part of the model, peaks are lower bounds: the configuration is the first that is not
+    known to be too much, and the largest batch is None."""
 
     config: Config
     estimate: Estimate
     tried: list[Candidate]
-    largest_batch: int
+    largest_batch: int | None
     memory: int
     usable: int
+
+    @property
+    def covers(self) -> str:
+        """The part of the model that was estimated, "" for the whole model."""
+        return self.estimate.covers
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -79,6 +95,7 @@ class Plan:
             "options": options(self.config),
             "memory": self.memory,
             "usable": self.usable,
+            "covers": self.covers,
             "largest_batch": self.largest_batch,
             "tried": [{"config": describe(c.config), "peak": c.peak, "fits": c.fits} for c in self.tried],
             "estimate": self.estimate.to_dict(),
@@ -88,8 +105,14 @@ class Plan:
         lines = [
             f"{mib(self.memory)}, of which {mib(self.usable)} may be allocated. Tried, best first:",
             *(f"  {candidate}" + ("  ← chosen" if candidate.config == self.config else "") for candidate in self.tried),
-            f"largest batch with it: {self.largest_batch}",
         ]
+        if self.covers:
+            lines.append(
+                f"Only {self.covers} is covered: what follows it depends on data and needs memory too. Peaks are lower "
+                "bounds, and a largest batch is not known: measure a step (torchsbp.measure)."
+            )
+        else:
+            lines.append(f"largest batch with it: {self.largest_batch}")
         if isinstance(self.config, SBPConfig):
             given = ", ".join(f"{key}={value!r}" for key, value in options(self.config).items())
             lines.append(f"torchsbp.apply(model, {given})")
@@ -161,9 +184,10 @@ def plan(
     The other arguments are those of ``estimate``. ``DoesNotFitError`` says what the least possible is.
     """
     total = parse_size(memory)
-    if not 0 <= headroom < 1:
+    if isinstance(headroom, bool) or not isinstance(headroom, (int, float)) or not 0 <= headroom < 1:
         raise UsageError(f"headroom={headroom!r} is not allowed; allowed: a number in [0, 1)")
     usable, model = int(total * (1 - headroom)), build(model)
+    check_configs(configs)
     order = levels(model) if configs is None else [[config] for config in configs]
     found: dict[int, Estimate] = {}
     numbers = [(level, i) for level, configs_ in enumerate(order) for i in range(len(configs_))]
@@ -176,24 +200,35 @@ def plan(
 
     def tried() -> list[Candidate]:
         flat = [config for level in order for config in level]
-        return [Candidate(flat[i], found[i].peak, found[i].peak <= usable) for i in sorted(found)]
+        return [Candidate.of(flat[i], found[i], usable) for i in sorted(found)]
 
     for level, configs_ in enumerate(order):
         if not fits(level, len(configs_) - 1):  # the leanest of its level: if that is too much, so are the others
             continue
         chosen = next(i for i in range(len(configs_)) if fits(level, i))
         config, its = configs_[chosen], found[numbers.index((level, chosen))]
-        batch = largest_batch(model, input_shape, usable, config, precision, optimizer, loss=loss)
+        batch = (
+            None if its.covers else largest_batch(model, input_shape, usable, config, precision, optimizer, loss=loss)
+        )
         return Plan(config, its, tried(), batch, total, usable)
 
     least = min(tried(), key=lambda candidate: candidate.peak)
-    batch = largest_batch(model, input_shape, usable, least.config, precision, optimizer, loss=loss)
-    raise DoesNotFitError(
-        f"does not fit in {mib(total)} ({mib(usable)} without the headroom): the least possible is {mib(least.peak)}, "
-        f"with {describe(least.config)}; "
-        + (f"the largest batch with that is {batch}" if batch else "not even a batch of 1 fits"),
-        tried(),
-    )
+    needed = f"the least possible is {mib(least.peak)}, with {describe(least.config)}; "
+    part = next(iter(found.values())).covers
+    if part:
+        needed += f"that is {part} alone: the rest of the model comes on top"
+    else:
+        batch = largest_batch(model, input_shape, usable, least.config, precision, optimizer, loss=loss)
+        needed += f"the largest batch with that is {batch}" if batch else "not even a batch of 1 fits"
+    raise DoesNotFitError(f"does not fit in {mib(total)} ({mib(usable)} without the headroom): {needed}", tried())
+
+
+def check_configs(configs: object) -> None:
+    expect("configs", configs, (list, tuple, type(None)), "None, or a list of configurations in your order")
+    if configs == [] or configs == ():
+        raise UsageError("configs is empty; allowed: None, or a list of configurations in your order")
+    for config in configs or ():  # type: ignore[attr-defined]
+        check_config(config)
 
 
 def largest_batch(
@@ -206,14 +241,20 @@ def largest_batch(
     *,
     loss: Loss | None = None,
 ) -> int:
-    """The largest batch whose predicted peak is within the memory, 0 if none is. ``input_shape[0]`` is a start."""
+    """The largest batch whose predicted peak is within the memory, 0 if none is. ``input_shape[0]`` is a start.
+
+    A model of which only a part can be estimated is refused.
+    """
     usable, model = parse_size(memory), build(model)
-    rest = tuple(input_shape[1:])
+    first, *rest = checked_shape(input_shape)
 
     def peak(batch: int) -> int:
-        return estimate(model, (batch, *rest), config, precision, optimizer, loss=loss).peak
+        its = estimate(model, (batch, *rest), config, precision, optimizer, loss=loss)
+        if its.covers:
+            raise UsageError(f"only {its.covers} of the model can be estimated: its largest batch is not known")
+        return its.peak
 
-    return largest_within(peak, usable, max(1, input_shape[0]))
+    return largest_within(peak, usable, first)
 
 
 def largest_within(peak: Callable[[int], int], usable: int, start: int) -> int:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import rows as R
 from .device import device_of, weight_gradient
@@ -43,6 +42,7 @@ from .layers import (
     saved_dtype,
 )
 from .named import Needs, split
+from .once import once
 from .sdpa import attend
 from .steps import Affine, Cotangent, Steps
 
@@ -275,7 +275,7 @@ class _AttentionBranch(torch.autograd.Function):
         return x + y
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         # Read once: checkpointing unpacks each tensor a single time.
         saved, (heads, factor), p = split(ctx.saved_tensors, AttentionSaved, Sampled, AttentionParams)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import rows as R
 from .attention import (
@@ -37,6 +36,7 @@ from .mlp import (
     mlp_weights,
 )
 from .named import split
+from .once import once
 from .steps import Affine, Steps
 
 
@@ -101,7 +101,7 @@ class _TransformerBlock(torch.autograd.Function):
         return x + (y if factor2 is None else y * factor2.view(-1, 1, 1))
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         # Read once: checkpointing unpacks each tensor a single time.
         saved, more, p1, p2 = split(ctx.saved_tensors, AttentionSaved, BlockSaved, AttentionParams, MLPParams)

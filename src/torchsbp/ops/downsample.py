@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import rows as R
 from .device import device_of, weight_gradient
 from .layers import BackwardOptions, Grad, Norm, autocast_dtype, cast, norm, parameter_gradients
 from .named import split
+from .once import once
 from .steps import Affine
 
 
@@ -90,7 +90,7 @@ class _Downsample(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         (x, rows), p = split(ctx.saved_tensors, DownsampleSaved, DownsampleParams)
         _, needs = split(ctx.needs_input_grad, DownsampleInputs, DownsampleParams)

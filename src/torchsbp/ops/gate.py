@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import rows as R
+from .once import once
 
 
 def gate(y: Tensor, rows: R.Rows) -> Tensor:
@@ -21,7 +21,7 @@ class _Gate(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (rows,) = ctx.saved_tensors
         return R.put(torch.zeros_like(dy), rows, R.take(dy, rows)), None

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import rows as R
 from .activations import ACTIVATIONS
@@ -26,6 +25,7 @@ from .layers import (
     saved_dtype,
 )
 from .named import Needs, split
+from .once import once
 from .steps import Affine, Cotangent, Steps
 
 
@@ -189,7 +189,7 @@ class _MLPBranch(torch.autograd.Function):
         return x + y if residual else y
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         # Read once: checkpointing unpacks each tensor a single time.
         (x, h, rows, inverse, factor), p = split(ctx.saved_tensors, MLPSaved, MLPParams)

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import rows as R
 from .layers import BackwardOptions, Grad, autocast_dtype, saved_dtype
 from .named import first, split
+from .once import once
 
 Again = Callable[..., Tensor]
 
@@ -104,7 +104,7 @@ class _Rerun(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         (rows, x), tensors = first(ctx.saved_tensors, RerunSaved)
         needs, needs_tensors = first(ctx.needs_input_grad, RerunInputs)
@@ -147,7 +147,7 @@ class _Graft(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         (rows,) = ctx.saved_tensors
         (needs,) = split(ctx.needs_input_grad, GraftInputs)
@@ -164,6 +164,6 @@ class _ScaleGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
         return dx * ctx.factor, None

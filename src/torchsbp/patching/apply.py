@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..adapters import Adapter, Layout, find_backbones
 from ..adapters.names import qualified
 from ..config import KeepRatio, SBPConfig, configured
-from ..errors import UsageError
+from ..errors import UsageError, UsageTimeError, expect, shown
 from ..ops.rules import RULES
 from ..sampling import schedules
 from ..sampling.masks import Masks, SiteSpec
@@ -33,6 +33,7 @@ def apply(
     In place; options are the fields of ``SBPConfig`` and change ``config`` (the default preset unless given). Patch
     before ``torch.compile``, DDP or FSDP. Nothing is changed if an error is raised.
     """
+    expect_model(model)
     config = configured(keep_ratio, config, options)
     patched = [name for name, _ in patched_modules(model)]
     if patched:
@@ -53,6 +54,7 @@ def apply(
 
 def remove(model: Model) -> Model:
     """Undo ``apply``: every module is of its own class again, nothing of ours is left."""
+    expect_model(model)
     modules = list(patched_modules(model))
     if not modules:
         raise UsageError("the model is not patched: there is nothing to remove")
@@ -80,7 +82,7 @@ def kept(model: nn.Module) -> dict[str, Tensor]:
         for index, site in enumerate(entry.masks.sites)
     }
     if not positions:
-        raise RuntimeError("no forward has run in training mode with gradients: there are no kept positions yet")
+        raise UsageTimeError("no forward has run in training mode with gradients: there are no kept positions yet")
     return positions
 
 
@@ -90,18 +92,23 @@ def set_step(model: nn.Module, step: int) -> None:
     The step counts training forwards by itself; call this after resuming, and before each step with a schedule.
     """
     found = list(patched_entries(model))
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise UsageError(f"step must be an integer >= 0, got {step!r}")
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:
+        raise UsageError(f"step must be an integer >= 0 (below 2**63), got {shown(step)}")
     for entry, module in found:
         entry.set_step(module, step)
 
 
 def patched_entries(model: nn.Module) -> Iterator[tuple[Entry, nn.Module]]:
     """Those of a patched model; an error if it is not."""
+    expect_model(model)
     found = list(entries(model))
     if not found:
-        raise UsageError("the model is not patched: call torchsbp.apply(model) first")
+        raise UsageError(f"the model is not patched ({qualified(model)}): call torchsbp.apply(model) first")
     return iter(found)
+
+
+def expect_model(model: object) -> None:
+    expect("model", model, nn.Module, "a torch.nn.Module, such as timm.create_model(…)")
 
 
 def strategies_for(

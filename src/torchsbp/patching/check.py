@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..adapters.names import find
-from ..errors import UsageError
+from ..errors import UsageError, shown
 from ..sampling.masks import Masks
 from .apply import kept, patched_entries, remove
 
@@ -57,7 +57,11 @@ def check(model: nn.Module, *inputs: Any) -> Check:
     twin = remove(copy.deepcopy(model).double())
     patched = copy.deepcopy(model).double()
     gates = record_gates(patched)
-    outputs, gradients = training_step(patched, inputs)
+    try:
+        outputs, gradients = training_step(patched, inputs)
+    except Exception:
+        refuse_inputs(twin, inputs)
+        raise
     kept(patched)  # an error if nothing has been sampled
     install_gates(twin, patched, gates)
     expected_outputs, expected = training_step(twin, inputs)
@@ -66,6 +70,19 @@ def check(model: nn.Module, *inputs: Any) -> Check:
     errors = gradient_errors(gradients, expected)
     gradient, worst = torch.stack(list(errors.values())).max(0)  # a NaN counts as the largest
     return Check(float(forward.max()), float(gradient), list(errors)[int(worst)])
+
+
+def refuse_inputs(model: nn.Module, inputs: Any) -> None:
+    """An error if the unpatched model does not run on them either."""
+    try:
+        with torch.no_grad():
+            model(*inputs)
+    except Exception as error:
+        found = [tuple(t.shape) if isinstance(t, Tensor) else shown(t) for t in tree_leaves(inputs)]
+        raise UsageError(
+            f"the model does not run on inputs={found}: {error}. Call check(model, *inputs) with what model(*inputs) "
+            "takes"
+        ) from error
 
 
 def training_step(model: nn.Module, inputs: Any) -> Step:

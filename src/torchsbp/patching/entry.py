@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..adapters.base import Description
 from ..adapters.layouts import Layout
 from ..config import SBPConfig
+from ..errors import UsageError, UsageTimeError
 from ..sampling import schedules
 from ..sampling.masks import Masks
 from .site import Site, Strategy, bind, original, patched_modules, recomputing
@@ -41,10 +42,13 @@ class Entry(Strategy):
     counts: bool = True
 
     def forward(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        trains = any(sampled.module.training for sampled in self.sampled) and not recomputing()
+        if trains and not torch.compiler.is_compiling() and 0 in x.shape[:1]:  # compiled, that would be a guard
+            raise UsageError(f"the batch is empty (input of shape {tuple(x.shape)}): nothing to sample; skip it")
         y = original(module)(x, *args, **kwargs)
         if getattr(module, "_is_replica", False):
-            raise RuntimeError("nn.DataParallel shares one mask between threads; use DistributedDataParallel")
-        if any(sampled.module.training for sampled in self.sampled) and not recomputing():
+            raise UsageTimeError("nn.DataParallel shares one mask between threads; use DistributedDataParallel")
+        if trains:
             if not self.counts:
                 self.step(module).zero_()
                 self.counts = True

@@ -1,13 +1,15 @@
 """Sampled blocks: what their strategies share, and which strategy runs which description."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import UsageError
+from ..errors import UsageError, shown
 from ..ops.layers import BackwardOptions
 from ..ops.rules import Rule
 from ..sampling.masks import Kept, Masks
@@ -70,6 +72,7 @@ class SampledBlock(Strategy):
     def forward(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not (module.training and torch.is_grad_enabled()):
             return original(module)(x, *args, **kwargs)
+        refuse_attentions(module, args, kwargs)
         if self.takes_arguments:
             return self.run(module, x, *args, **kwargs)
         self.refuse_arguments(module, args, kwargs)
@@ -78,8 +81,9 @@ class SampledBlock(Strategy):
     def refuse_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         extra = [value for name, value in kwargs.items() if name not in self.description.ignored]
         if any(value is not None and value is not False for value in (*args, *extra)):
+            given = [*(shown(value) for value in args), *(f"{name}={shown(kwargs[name])}" for name in kwargs)]
             raise UsageError(
-                f"{type(module).__name__} was called with extra arguments in training ({args or kwargs}); SBP "
+                f"{type(module).__name__} was called with extra arguments in training ({', '.join(given)}); SBP "
                 "supports the plain call only. Call torchsbp.remove(model) to train with them."
             )
 
@@ -89,3 +93,28 @@ class SampledBlock(Strategy):
     def check(self, module: nn.Module) -> None:
         """A block that was changed since ``apply`` is refused instead of misread."""
         refuse(module, list(self.description.problems(module)))
+
+
+def refuse_attentions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """An error if attention weights are asked for: what is collected of a sampled block would be none, or constants."""
+    if kwargs.get("output_attentions") or asked_by_position(module, args) or attentions_are_recorded():
+        raise UsageError(
+            f"output_attentions=True is not possible in training ({type(module).__name__} is patched by torchsbp: its "
+            "training forward has no attention weights). Ask for them after model.eval() or under torch.no_grad(), or "
+            "call torchsbp.remove(model) first."
+        )
+
+
+def asked_by_position(module: nn.Module, args: tuple[Any, ...]) -> bool:
+    if not any(arg is True for arg in args):
+        return False
+    names = [*signature(original(module)).parameters][1:]
+    return any(arg is True and name == "output_attentions" for name, arg in zip(names, args, strict=False))
+
+
+def attentions_are_recorded() -> bool:
+    """Whether transformers is collecting them just now; a compiler does not follow that."""
+    if torch.compiler.is_compiling():
+        return False
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    return any("attentions" in key for key in (collector.get() if collector is not None else None) or ())

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..errors import UsageError
+from ..errors import UsageError, check_calls, expect
 from ..ops.frames import encode_frames
 from . import samplers, schedules
 
@@ -26,13 +26,32 @@ def sbp_frames(
     For models that encode frames apart and relate them later. The frames are a pure function of (seed, step, rank) and
     shared by the batch; the others run without gradients, ``chunk`` frames at a time.
     """
+    if callable(sampler):
+        check_calls("sampler", sampler, "shape", "ratios", "key")
+    expect_arguments(encoder, video, step, seed, rank, chunk)
     ratio = schedules.check_ratio(keep_ratio)
     refuse_batch_norm(encoder)
     frames = video.shape[1]
     count = torch.as_tensor(step, dtype=torch.int64, device=video.device)
-    order = samplers.resolve(sampler)((frames, 1, 1), (ratio,), samplers.draw_key(seed, count, rank, 1))
+    order = samplers.ordered(sampler, (frames, 1, 1), (ratio,), samplers.draw_key(seed, count, rank, 1))
     keep = samplers.first(order, samplers.count(sampler, (frames, 1, 1), ratio))[0]
     return encode_frames(encoder, video, keep, chunk)
+
+
+def expect_arguments(encoder: object, video: object, step: object, seed: object, rank: object, chunk: object) -> None:
+    """An error if one is of another type or size."""
+    if not callable(encoder):
+        expect("encoder", encoder, nn.Module, "a module or function of frames [frames, …]")
+    expect("video", video, Tensor, "a tensor [batch, frames, …]")
+    assert isinstance(video, Tensor)
+    if video.dim() < 3 or 0 in video.shape[:2]:
+        raise UsageError(f"video has the shape {tuple(video.shape)}; allowed: [batch, frames, …], neither of them 0")
+    expect("step", step, (int, Tensor), "the number of the training step, an int or a 0-d tensor")
+    expect("seed", seed, int, "an int")
+    expect("rank", rank, int, "an int")
+    expect("chunk", chunk, (int, type(None)), "None, or a number of frames")
+    if isinstance(chunk, int) and chunk < 1:
+        raise UsageError(f"chunk={chunk} is not allowed; allowed: None (all dropped frames at once), an int above 0")
 
 
 def refuse_batch_norm(encoder: Callable[[Tensor], Tensor]) -> None:

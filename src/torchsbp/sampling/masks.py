@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
+from ..errors import UsageError, UsageTimeError
 from ..ops.device import device_of
 from ..ops.windows import Windows
 from . import samplers, windows
@@ -107,12 +107,12 @@ class Masks:
     def draw(self) -> None:
         """Sample what every site keeps from (seed, step, rank), and count the step."""
         if self.pending is None:
-            raise RuntimeError(
+            raise UsageTimeError(
                 "a sampled block ran before the model's patch embedding or stem: SBP learns the image size there. "
                 "Call the model (or its forward_features), not its blocks alone."
             )
         if self.pending.ratios is None:
-            raise RuntimeError(
+            raise UsageTimeError(
                 "keep_ratio is a schedule over training: call torchsbp.set_step(model, step) before each step"
             )
         self.drawn = None  # an error below leaves no rows of another grid behind
@@ -124,7 +124,7 @@ class Masks:
         assert forward.ratios is not None
         samples = forward.batch if self.per_sample else 1
         key = samplers.draw_key(self.seed, forward.step, _rank(), samples)
-        order = self._order(self._coarsest(forward), forward.ratios, key, samples)
+        order = samplers.ordered(self.sampler, self._coarsest(forward), forward.ratios, key)
         same: dict[tuple[int, float, Partition | None], Kept] = {}  # stage, ratio and windows decide about rows
         sites = []
         for site, ratio in zip(self.sites, forward.ratios, strict=True):
@@ -135,16 +135,6 @@ class Masks:
             rows, inverse, _, cut = same[what]  # not _replace: torch 2.11 does not compile what that makes
             sites.append(Kept(rows, inverse, self._heads(site.heads, ratio, key), cut))
         return Drawn(forward.batch, forward.grids, tuple(sites))
-
-    def _order(self, coarse: Grid, ratios: tuple[float, ...], key: Tensor, samples: int) -> Tensor:
-        """All positions of the coarsest grid, those to keep first."""
-        order = samplers.resolve(self.sampler)(coarse, ratios, key)
-        if tuple(order.shape) != (samples, math.prod(coarse)) or order.dtype != torch.int64:
-            raise UsageError(
-                f"the sampler must give an int64 order of shape {(samples, math.prod(coarse))}, all positions of the "
-                f"grid {coarse} for each sample; it gave {order.dtype} of shape {tuple(order.shape)}"
-            )
-        return order
 
     def _rows(
         self, forward: Forward, order: Tensor, key: Tensor, stage: int, ratio: float, partition: Partition | None

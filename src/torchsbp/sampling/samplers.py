@@ -13,7 +13,8 @@ from operator import index
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
+from ..errors import UsageError, UsageTypeError, shown
+from ..ops.wrap import looks
 
 Shape = tuple[int, ...]
 Sampler = Callable[[Shape, Sequence[float], Tensor], Tensor]
@@ -194,12 +195,42 @@ def resolve(sampler: str | Sampler) -> Sampler:
     """The sampler of that name; a callable is its own."""
     if callable(sampler):
         return sampler
-    if sampler not in SAMPLERS:
+    if not isinstance(sampler, str) or sampler not in SAMPLERS:
         raise UsageError(
             f"unknown sampler {sampler!r}; use one of {list(SAMPLERS)} "
             "or a callable (shape, ratios, key [samples]) -> order [samples, n]"
         )
     return SAMPLERS[sampler]
+
+
+_LOOKED: set[tuple[object, ...]] = set()
+
+
+def ordered(sampler: str | Sampler, shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
+    """The sampler's order of all positions of a grid, those to keep first; an error if it is none.
+
+    That a sampler of the user's own gives every position once is looked at on the CPU always, on a GPU once per shape.
+    """
+    samples, n = key.shape[0], math.prod(shape)
+    order = resolve(sampler)(shape, ratios, key)
+    if not isinstance(order, Tensor):
+        raise UsageTypeError(no_order(shape, samples, f"{shown(order)} of type {type(order).__name__}"))
+    if tuple(order.shape) != (samples, n) or order.dtype != torch.int64:
+        raise UsageError(no_order(shape, samples, f"{order.dtype} of shape {tuple(order.shape)}"))
+    if order.device != key.device:
+        raise UsageError(no_order(shape, samples, f"one on {order.device}, its key is on {key.device}"))
+    if callable(sampler) and looks(order, (samples, n, order.device), _LOOKED):
+        once = torch.arange(n, device=order.device).expand(samples, n)
+        if not torch.equal(order.sort(dim=1).values, once):
+            raise UsageError(no_order(shape, samples, f"some more than once, or others than 0 … {n - 1}"))
+    return order
+
+
+def no_order(shape: Shape, samples: int, found: str) -> str:
+    return (
+        f"the sampler must give an int64 order of shape {(samples, math.prod(shape))}, all positions of the grid "
+        f"{shape} for each sample, each once; it gave {found}"
+    )
 
 
 def count(sampler: str | Sampler, shape: Shape, ratio: float) -> int:

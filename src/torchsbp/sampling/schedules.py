@@ -61,7 +61,11 @@ class Milestones:
     points: tuple[tuple[int, Ratio], ...]
 
     def __post_init__(self) -> None:
-        if not all(isinstance(point, list | tuple) and len(point) == 2 for point in self.points):
+        points: Any = self.points
+        pairs = isinstance(points, list | tuple) and all(
+            isinstance(its, list | tuple) and len(its) == 2 for its in points
+        )
+        if not pairs:
             raise UsageTypeError(f"points must be (step, ratio) pairs, found {self.points!r}")
         steps = [step for step, _ in self.points]
         if any(isinstance(step, bool) or not isinstance(step, int) for step in steps):
@@ -80,6 +84,9 @@ class Milestones:
 def ramp(start: float, stop: float = 1.0, *, steps: int, begin: int = 0, levels: int = 4) -> Milestones:
     """From start to stop in `levels` equal jumps, the i-th at step begin + i·steps / levels."""
     a, b = check_ratio(start, "start"), check_ratio(stop, "stop")
+    for name, value in {"steps": steps, "begin": begin, "levels": levels}.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise UsageTypeError(f"{name} must be an integer, found {value!r} of type {type(value).__name__}")
     if levels < 1 or steps < levels or begin < 0:
         raise UsageError(
             f"a ramp needs levels >= 1, steps >= levels and begin >= 0, found {levels=}, {steps=}, {begin=}"

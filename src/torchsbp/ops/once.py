@@ -1,0 +1,51 @@
+"""once: backward passes whose own derivative is not written. Whoever asks for it is refused."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+
+Backward = Callable[..., Any]
+
+
+def once(backward: Backward) -> Backward:
+    """The backward of an autograd function, run without recording; differentiating its result is an error.
+
+    Unlike ``torch.autograd.function.once_differentiable``, also where the cotangent is a constant: the result depends
+    on what forward has saved.
+    """
+
+    @wraps(backward)
+    def wrapper(ctx: Any, *cotangents: Any) -> Any:
+        with torch.no_grad():
+            gradients = backward(ctx, *cotangents)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return gradients
+        return marked(gradients)
+
+    return wrapper
+
+
+def marked(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The gradients, none of which can be differentiated."""
+    given = [gradient.detach().requires_grad_() for gradient in gradients if isinstance(gradient, Tensor)]
+    left = iter(_Refused.apply(*given) if given else ())
+    return tuple(next(left) if isinstance(gradient, Tensor) else gradient for gradient in gradients)
+
+
+class _Refused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(gradient.view_as(gradient) for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        raise UsageError(
+            "a gradient that went through a block patched by torchsbp was made with create_graph=True and is now "
+            "differentiated again (a gradient penalty, a Hessian product): SBP has no double backward. Call "
+            "torchsbp.remove(model) for such training, or let the penalty see a model that is not patched."
+        )
