@@ -8,6 +8,7 @@ from typing import Any, Literal
 import timm
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from timm.data import Mixup, create_transform
 from timm.data.loader import fast_collate
 from timm.data.random_erasing import RandomErasing
@@ -17,6 +18,7 @@ from torchvision.transforms import RandomCrop
 from ...errors import DataError, UsageError
 from ..data.images import open_images
 from ..data.samples import Samples
+from ..data.seeds import generators_kept
 from ..distributed import all_sum
 from ..ranges import COUNT, NOT_NEGATIVE, SHARE, SHARE_ABOVE_0, SHARE_BELOW_1, ranged, refuse
 from ..record import Metric
@@ -133,6 +135,7 @@ class Classification(Task):
                 f"training data have {train.classes} classes and validation data {valid.classes}, or other names: "
                 "both need the same class folders"
             )
+        check_names(augment)
         self.classes, self.workers = train.classes, data.workers
         self.train_data = Samples(train, OfImage(train_transform(data, augment)), seed)
         self.valid_data = Samples(valid, OfImage(eval_transform(data, augment)), seed)
@@ -159,8 +162,9 @@ class Classification(Task):
         options["num_classes"] = self.classes
         try:
             model: nn.Module = timm.create_model(config.name, pretrained=config.pretrained and start, **options)
-        except (RuntimeError, TypeError, ValueError) as error:  # an unknown name, or an option it does not have
+        except Exception as error:  # an unknown name, an option it does not have, a value it can't use
             raise UsageError(f"task.model.name {config.name} with {options}: {error}") from error
+        self.check_size(model)
         for name, deviation in config.init.items():
             parameters = dict(model.named_parameters())
             if name not in parameters:
@@ -169,6 +173,21 @@ class Classification(Task):
         if config.weights is not None and start:
             load_weights(model, config.weights, new_head=config.new_head)
         return model
+
+    @torch.no_grad()
+    def check_size(self, model: nn.Module) -> None:
+        """Whether images of this size pass through the model; one does, and nothing else changes."""
+        name, size, channels = self.options.model.name, self.options.data.size, self.options.data.channels
+        try:
+            with generators_kept():
+                model.eval()(torch.zeros(1, channels, size, size))
+        except Exception as error:  # models say it by assertions, or not at all
+            own = getattr(model, "default_cfg", {}).get("input_size", (0, 0, 0))[-1]
+            raise UsageError(
+                f"task.data.size={size} does not fit {name}: {error}. Set task.data.size to the model's (as published: "
+                f"{own}), or task.model.options.img_size={size} if it has that option"
+            ) from error
+        model.train()
 
     def to(self, device: torch.device, memory_format: torch.memory_format) -> None:
         super().to(device, memory_format)
@@ -225,6 +244,19 @@ class OfImage:
 
     def __call__(self, image: Any, label: int) -> tuple[Any, int]:
         return self.transform(image), label
+
+
+def check_names(augment: Augment) -> None:
+    """Of interpolation and augmentation, as timm knows them."""
+    allowed = ("random", *(mode.name.lower() for mode in Image.Resampling))
+    if augment.interpolation not in allowed:
+        refuse("task.augment.interpolation", augment.interpolation, ", ".join(allowed))
+    if augment.auto_augment is not None:
+        try:
+            train_transform(Data(), augment)
+        except Exception as error:  # timm says it by assertions
+            forms = "null, rand-m9-mstd0.5-inc1 and the like, original, originalr, v0, v0r, 3a, augmix-m3 and the like"
+            refuse("task.augment.auto_augment", augment.auto_augment, f"{forms} ({error})")
 
 
 def train_transform(data: Data, augment: Augment) -> Callable[[Any], Any]:
