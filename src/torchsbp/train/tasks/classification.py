@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchvision.transforms import RandomCrop
 
 from ...errors import DataError, UsageError
-from ..data.images import open_images
+from ..data.images import check_same_classes, named, open_images
 from ..data.samples import Samples
 from ..data.seeds import generators_kept
 from ..distributed import all_sum
@@ -130,13 +130,9 @@ class Classification(Task):
             open_images(data.source, data.root, part, part is data.train, data.classes, mode)
             for part in (data.train, data.valid)
         )
-        if train.classes != valid.classes or getattr(train, "names", None) != getattr(valid, "names", None):
-            raise DataError(
-                f"training data have {train.classes} classes and validation data {valid.classes}, or other names: "
-                "both need the same class folders"
-            )
+        check_same_classes(train, valid)
         check_names(augment)
-        self.classes, self.workers = train.classes, data.workers
+        self.classes, self.names, self.workers = train.classes, train.names, data.workers
         self.train_data = Samples(train, OfImage(train_transform(data, augment)), seed)
         self.valid_data = Samples(valid, OfImage(eval_transform(data, augment)), seed)
         self.mix = None
@@ -157,7 +153,9 @@ class Classification(Task):
         config = self.options.model
         given = config.options.get("num_classes", self.classes)
         if given != self.classes:
-            raise DataError(f"model.options.num_classes is {given}, but the data have {self.classes} classes")
+            raise DataError(
+                f"model.options.num_classes is {given}, but the data have {self.classes} classes: {named(self.names)}"
+            )
         options = {"in_chans": self.options.data.channels, "drop_path_rate": config.drop_path, **config.options}
         options["num_classes"] = self.classes
         try:
