@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torchvision.transforms import RandomCrop
 
 from ...errors import DataError, UsageError
+from ..accuracy import MANY, Accuracy
 from ..data.images import check_same_classes, named, open_images
 from ..data.samples import Samples
 from ..data.seeds import generators_kept
-from ..distributed import all_sum
 from ..ranges import COUNT, NOT_NEGATIVE, SHARE, SHARE_ABOVE_0, SHARE_BELOW_1, ranged, refuse
 from ..record import Metric
 from ..runs.weights import load_weights
-from ..task import Evaluator, Task, TaskOptions
+from ..task import Task, TaskOptions
 from . import register
 
 WORKERS = ranged(0, 1024)
@@ -114,7 +114,7 @@ class Classification(Task):
     """Which class an image is of."""
 
     Options = ClassificationOptions
-    metrics = (
+    metrics: tuple[Metric, ...] = (
         Metric("loss", "validation loss", format=".3f", higher=False, column=False),
         Metric("top1", "top-1", "%", chart="Validation accuracy"),
         Metric("top5", "top-5", "%", column=False),
@@ -133,6 +133,8 @@ class Classification(Task):
         check_same_classes(train, valid)
         check_names(augment)
         self.classes, self.names, self.workers = train.classes, train.names, data.workers
+        if self.classes <= MANY:
+            self.metrics = tuple(metric for metric in self.metrics if metric.name != "top5")
         self.train_data = Samples(train, OfImage(train_transform(data, augment)), seed)
         self.valid_data = Samples(valid, OfImage(eval_transform(data, augment)), seed)
         self.mix = None
@@ -208,30 +210,8 @@ class Classification(Task):
         smoothing = 0.0 if targets.is_floating_point() else self.options.augment.smoothing  # mixed ones are smooth
         return F.cross_entropy(model(images).float(), targets, label_smoothing=smoothing)
 
-    def evaluator(self) -> "Accuracy":
-        return Accuracy(self.device)
-
-
-class Accuracy(Evaluator):
-    """top-1 and top-5 in percent, and the loss, over all processes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, top-1, top-5, images
-
-    def update(self, model: nn.Module, batch: Batch, valid: int) -> None:
-        images, labels = batch
-        logits, labels = model(images)[:valid].float(), labels[:valid]
-        rank = (logits > logits.gather(1, labels[:, None])).sum(1)  # how many classes are ahead of the right one
-        loss = F.cross_entropy(logits, labels, reduction="sum")
-        # A model that gives NaN has nothing ahead of the right class, and is wrong all the same.
-        finite = logits.isfinite().all(1)
-        self.sums += torch.stack(
-            [loss, (finite & (rank < 1)).sum(), (finite & (rank < 5)).sum(), loss.new_tensor(valid)]
-        )
-
-    def result(self) -> dict[str, float]:
-        loss, top1, top5, images = all_sum(self.sums).tolist()
-        return {"loss": loss / images, "top1": 100 * top1 / images, "top5": 100 * top5 / images}
+    def evaluator(self) -> Accuracy:
+        return Accuracy(self.device, self.classes, self.names)
 
 
 class OfImage:
