@@ -1,5 +1,7 @@
 """What an evaluation of a classifier tells: by class, which for which, and top-5 only of more than five."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -50,7 +52,7 @@ def test_of_many_classes_the_worst_are_shown():
     assert "<td>–</td>" in table
 
 
-def test_top5_only_where_it_means_something(tmp_path, capsys):
+def test_top5_only_where_it_means_something(tmp_path):
     data = {"source": "folder", "root": str(picture_folder(tmp_path / "data")), "size": 8, "channels": 1}
     code, out = run(tmp_path, task={"data": data}, epochs=1, schedule={"warmup_epochs": 0}, batch=12, micro_batch=6)
     assert code == 0
@@ -59,4 +61,14 @@ def test_top5_only_where_it_means_something(tmp_path, capsys):
     assert not any("top5" in key for key in valid)
     assert [metric["name"] for metric in lines(out)[0]["task"]["metrics"]] == ["loss", "top1"]
     assert "class2" in (out / "report" / "Confusion matrix.html").read_text()
-    assert evaluate([str(out)]) == 0
+
+
+def test_the_names_of_the_classes_are_stored_with_the_weights(tmp_path):
+    from safetensors import safe_open
+
+    data = {"source": "folder", "root": str(picture_folder(tmp_path / "data")), "size": 8, "channels": 1}
+    _, out = run(tmp_path, task={"data": data}, epochs=1, schedule={"warmup_epochs": 0}, batch=12, micro_batch=6)
+    assert evaluate([str(out), f"--export={tmp_path / 'exported.safetensors'}"]) == 0
+    for path in (out / "model.safetensors", tmp_path / "exported.safetensors"):
+        with safe_open(path, "pt") as file:
+            assert json.loads(file.metadata()["classes"]) == ["class0", "class1", "class2"]

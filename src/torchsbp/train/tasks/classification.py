@@ -1,5 +1,6 @@
 """Image classification: a timm model, labelled images, timm's augmentation, cross entropy, top-1 and top-5."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -209,6 +210,10 @@ class Classification(Task):
         images, targets = batch
         smoothing = 0.0 if targets.is_floating_point() else self.options.augment.smoothing  # mixed ones are smooth
         return F.cross_entropy(model(images).float(), targets, label_smoothing=smoothing)
+
+    def weights_about(self) -> dict[str, str]:
+        """The classes' names, in the order of the model's outputs."""
+        return {"classes": json.dumps(self.names)} if self.names else {}
 
     def evaluator(self) -> Accuracy:
         return Accuracy(self.device, self.classes, self.names)
