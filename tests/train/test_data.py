@@ -3,6 +3,7 @@
 import io
 import pickle
 import random
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -81,8 +82,13 @@ def test_cifar_files(tmp_path, monkeypatch):
         batch = {"data": rng.integers(0, 256, (4, 3072), dtype=np.uint8), "labels": [0, 1, 2, 9]}
         (folder / name).write_bytes(pickle.dumps(batch))
     (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(i) for i in range(10)]}))
-    with pytest.raises(DataError, match=r"no complete cifar10 in .*corrupted"):  # these are not the real files
+    with pytest.raises(
+        DataError, match=r"no complete cifar10 in .*corrupted"
+    ) as refused:  # these are not the real files
         open_images("cifar10", tmp_path, "train", True, None, "RGB")
+    assert f"files in {folder} are missing or corrupted; unpack " in str(refused.value)
+    assert f" in {tmp_path}, or set task.data.root to where it is" in str(refused.value)
+    assert "download=True" not in str(refused.value)
     monkeypatch.setattr(cifar, "check_integrity", lambda *_: True)
     train = open_images("cifar10", tmp_path, "train", True, 10, "RGB")
     assert (len(train), train.classes) == (20, 10)
@@ -127,10 +133,18 @@ def test_wrong_folders_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"no image folder at .*none/train \(expected .*/train/CLASS/IMAGE\)"):
         open_images("folder", tmp_path / "none", "train", True, None, "RGB")
     root = picture_folder(tmp_path / "data")
-    with pytest.raises(DataError, match=r"has 3 classes, but task\.data\.classes is 4"):
+    found = "found: class0, class1, class2"
+    with pytest.raises(DataError, match=rf"has 3 classes, but task\.data\.classes is 4; {found}"):
         open_images("folder", root, "train", True, 4, "RGB")
     (root / "val" / "class2").rename(root / "val" / "other")
-    with pytest.raises(DataError, match="both need the same class folders"):
+    other = (
+        "3 classes and validation data 3; only in training: class2; only in validation: other: both need the same class"
+    )
+    with pytest.raises(DataError, match=other):
+        tasks.start(ClassificationOptions(data=Data(root=root)), seed=0)
+    for i in range(8):
+        shutil.copytree(root / "train" / "class0", root / "train" / f"more{i}")
+    with pytest.raises(DataError, match="only in training: class2, more0, more1, more2, more3 and 4 more; only in val"):
         tasks.start(ClassificationOptions(data=Data(root=root)), seed=0)
 
 

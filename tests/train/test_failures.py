@@ -268,7 +268,9 @@ def test_class_counts_must_agree(tmp_path, capsys):
     root = picture_folder(tmp_path / "data")
     data = {"source": "folder", "root": str(root), "channels": 3, "mean": [0.5] * 3, "std": [0.5] * 3}
     assert run(tmp_path, task={"data": data, "model": {"options": {"num_classes": 5}}}, batch=12, micro_batch=6)[0] == 1
-    assert "model.options.num_classes is 5, but the data have 3 classes" in capsys.readouterr().err
+    assert (
+        "model.options.num_classes is 5, but the data have 3 classes: class0, class1, class2" in capsys.readouterr().err
+    )
 
 
 def test_a_half_written_line_of_metrics_is_dropped(copy):

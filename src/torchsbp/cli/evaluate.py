@@ -27,6 +27,7 @@ def run(argv: list[str]) -> None:
     own, overrides = arguments().parse_known_args(argv)
     from ..train.distributed import processes
     from ..train.loop import Trainer
+    from ..train.raw import told
     from ..train.runs import checkpoint
     from ..train.runs.state import model_state
     from ..train.runs.weights import export
@@ -34,7 +35,7 @@ def run(argv: list[str]) -> None:
     path = own.checkpoint / "checkpoints" / checkpoint.BEST if own.checkpoint.is_dir() else own.checkpoint
     content = checkpoint.read_run(path)
     config = parse("eval", ["--config", json.dumps(for_evaluation(content["config"])), *overrides])
-    with processes(config.device) as here:
+    with processes(config.device) as here, told(config, here):
         trainer = Trainer(config, here, start=False)
         weights = own.weights or ("ema" if content["ema"] is not None else "model")
         step = content["progress"]["step"]
@@ -43,7 +44,8 @@ def run(argv: list[str]) -> None:
         exported = model_state(trainer.model)
         if here.main:
             if own.export is not None:
-                export(exported, own.export, {"step": step, "config": content["config"]})
+                about = {"step": step, "config": content["config"], **trainer.task.weights_about()}
+                export(exported, own.export, about)
             print(json.dumps({"checkpoint": str(path), "weights": weights, "step": step, **values}))
 
 

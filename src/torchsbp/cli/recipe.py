@@ -1,9 +1,10 @@
 """A recipe and the options after it, as the configuration of a run; the task that they name brings its own."""
 
 import argparse
+from dataclasses import is_dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from ..errors import UsageError
 
@@ -32,10 +33,46 @@ def parse(command: str, argv: list[str]) -> "Config":
 
     if argv and not argv[0].startswith("-"):
         argv = ["--config", str(find_recipe(argv[0])), *argv[1:]]
-    arguments = parser(command, task_name(argv))
+    task = task_name(argv)
+    for path in files_of(argv):
+        check_sections(read(path), sections(task), path)
+    arguments = parser(command, task)
     options = arguments.parse_args(argv)
     options.pop("config")
+    check_sections(vars(options), sections(task), "the command line")
     return Config(**vars(arguments.instantiate(options)))
+
+
+def files_of(argv: list[str]) -> list[str]:
+    """The recipe files among the arguments."""
+    words = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    words.add_argument("--config", dest="paths", action="append", default=[])
+    return [path for path in words.parse_known_args(argv)[0].paths if "\n" not in path and Path(path[:200]).is_file()]
+
+
+def sections(task: str) -> dict[str, Any]:
+    """The parts of a configuration that have options of their own, and theirs."""
+    from ..train import tasks
+    from ..train.config import Config
+
+    return {**parts(Config), "task": parts(tasks.find(task).Options)}
+
+
+def parts(kind: Any) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {name: parts(hint) for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
+
+
+def check_sections(content: Any, known: dict[str, Any], where: str, name: str = "") -> None:
+    """Raise ``UsageError`` if there is something else in the place of options."""
+    options = content if isinstance(content, dict) else getattr(content, "__dict__", None)
+    if options is None:
+        found = "nothing" if content is None else repr(content)
+        what = f"{name} has options of its own" if name else "a recipe has options"
+        raise UsageError(f"{where}: {what} (NAME: VALUE), found {found}; allowed: {', '.join(known) or 'its options'}")
+    for its, within in known.items():
+        if its in options:
+            check_sections(options[its], within, where, f"{name}.{its}" if name else its)
 
 
 def parser(command: str, task: str) -> "ArgumentParser":

@@ -165,12 +165,14 @@ class Config:
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     log: Log = field(default_factory=Log)
     resume: str | None = None
-    """auto: from the newest checkpoint in out, if there is one; or a checkpoint file"""
+    """auto: from the newest checkpoint in out, if there is one; or a checkpoint file, or another run's folder"""
     throughput: int | None = field(default=None, metadata=COUNT)
     """measure the loader, the step and both over this many updates instead of training"""
 
     def __post_init__(self) -> None:
         check(self)
+        if self.out == Path():
+            raise UsageError("out is empty, or the current folder; name a folder for the run, such as --out runs/first")
         lr, warmup = self.optimizer.lr, self.schedule.warmup_epochs
         if self.schedule.min_lr > lr:
             refuse("schedule.min_lr", self.schedule.min_lr, f"a number in [0, optimizer.lr={lr:g}]")

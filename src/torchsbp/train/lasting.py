@@ -92,6 +92,13 @@ class Lasting:
             if found is None:
                 return
             path, content = found
+        elif Path(config.resume).is_dir():
+            found = checkpoint.Folder(Path(config.resume) / "checkpoints", 1).newest(self.say)
+            if found is None:
+                raise RunError(
+                    f"no checkpoints in {config.resume}: --resume takes a run's folder, a checkpoint, or auto"
+                )
+            path, content = found
         else:
             path = Path(config.resume)
             content = checkpoint.read_run(path)

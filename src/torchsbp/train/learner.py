@@ -71,6 +71,12 @@ class Learner:
         check_fit(self.model.state_dict(), content["model"], head_names(self.model), str(path))
         if (content["ema"] is None) != (self.ema is None):
             raise CheckpointError(f"{path} has {'no' if self.ema else 'an'} average of weights: ema.decay was changed")
+        before, now = content["config"].get("optimizer", {}).get("name"), self.config.optimizer.name
+        if before is not None and before != now:
+            raise CheckpointError(
+                f"{path} has the state of {before}, which {now} can't use: resume with --optimizer.name {before}, or "
+                f"begin another run from its weights (task.model.weights: {path}, and another --out)"
+            )
         try:
             load_model(self.model, content["model"])
             if self.ema is not None:

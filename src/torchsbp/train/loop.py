@@ -209,7 +209,8 @@ class Trainer(Lasting):
         weights, progress = self.learner.best_weights(), self.progress
         if self.processes.main:
             path = self.config.out / WEIGHTS
-            export(weights, path, {"step": progress.step, "config": self.described()})
+            about = {"step": progress.step, "config": self.described(), **self.task.weights_about()}
+            export(weights, path, about)
             self.write("end", best=progress.best, best_step=progress.best_step)
             metric = self.task.metric(self.task.best_by)
             self.say(f"finished: best {metric.name} {progress.best:{metric.format}}, weights in {path}")

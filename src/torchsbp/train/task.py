@@ -114,6 +114,10 @@ class Task:
         """By its name, or that of its value for averaged weights."""
         return next((m for m in self.metrics if m.name == name.removeprefix("ema_")), Metric(name))
 
+    def weights_about(self) -> dict[str, str]:
+        """What whoever uses the weights needs to know, stored with them."""
+        return {}
+
     def described(self) -> dict[str, Any]:
         """What a report needs to show a run of this task."""
         return {

@@ -23,6 +23,25 @@ class Images(Source, Protocol):
     """A source of pictures; the target is the number of the class."""
 
     classes: int
+    names: list[str]
+    """of the classes, as far as the source has them"""
+
+
+def named(names: Sequence[str], most: int = 5) -> str:
+    """Some of them, for a message."""
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown or "none"
+
+
+def check_same_classes(train: Images, valid: Images) -> None:
+    only_train = [name for name in train.names if name not in set(valid.names)]
+    only_valid = [name for name in valid.names if name not in set(train.names)]
+    if train.classes == valid.classes and not only_train and not only_valid:
+        return
+    raise DataError(
+        f"training data have {train.classes} classes and validation data {valid.classes}; only in training: "
+        f"{named(only_train)}; only in validation: {named(only_valid)}: both need the same class folders"
+    )
 
 
 class Folder:
@@ -35,7 +54,7 @@ class Folder:
             folder = ImageFolder(str(root))
         except FileNotFoundError as error:
             raise DataError(f"no image folder at {root} (expected {root}/CLASS/IMAGE): {error}") from error
-        self.names: list[str] = folder.classes
+        self.names = list(folder.classes)
         self.samples: list[tuple[str, int]] = folder.samples
         self.classes, self.mode = len(self.names), mode
 
@@ -54,8 +73,17 @@ class Folder:
 class Arrays:
     """Images in memory, ``[N, H, W]`` or ``[N, H, W, 3]`` uint8."""
 
-    def __init__(self, name: str, images: np.ndarray, labels: Sequence[int], classes: int, mode: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        images: np.ndarray,
+        labels: Sequence[int],
+        classes: int,
+        mode: str,
+        names: Sequence[str] = (),
+    ) -> None:
         self.name, self.images, self.labels, self.classes, self.mode = name, images, labels, classes, mode
+        self.names = list(names)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -82,6 +110,7 @@ class Shards:
         if not self.shards:
             raise DataError(f"no shards match {pattern}")
         self.classes, self.mode = classes, mode
+        self.names: list[str] = []
         found = [(shard, *sample) for shard, path in enumerate(self.shards) for sample in index_shard(Path(path))]
         self.table = np.array(found, dtype=np.int64).reshape(-1, 4)  # shard, offset, size, label
         wrong = self.table[(self.table[:, 3] < 0) | (self.table[:, 3] >= classes), 3]
@@ -142,8 +171,11 @@ def cifar(name: str, root: Path, train: bool, mode: str) -> Images:
     try:
         data = reader(str(root), train=train, download=False)
     except RuntimeError as error:
-        raise DataError(f"no complete {name} in {root} ({reader.url} unpacked there): {error}") from error
-    return Arrays(name, data.data, data.targets, len(data.classes), mode)
+        raise DataError(
+            f"no complete {name} in {root}: files in {root / reader.base_folder} are missing or corrupted; unpack "
+            f"{reader.url} in {root}, or set task.data.root to where it is"
+        ) from error
+    return Arrays(name, data.data, data.targets, len(data.classes), mode, data.classes)
 
 
 def digits(train: bool, mode: str) -> Images:
@@ -156,7 +188,7 @@ def digits(train: bool, mode: str) -> Images:
     pixels = (images[:, 0] * (255 / 16)).round().to(torch.uint8).numpy()
     order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(mixed(0))).numpy()
     part = order[:1400] if train else order[1400:]
-    return Arrays("digits", pixels[part], data.target[part].tolist(), 10, mode)
+    return Arrays("digits", pixels[part], data.target[part].tolist(), 10, mode, "0123456789")
 
 
 def open_images(source: str, root: Path, part: str, train: bool, classes: int | None, mode: str) -> Images:
@@ -172,5 +204,8 @@ def open_images(source: str, root: Path, part: str, train: bool, classes: int | 
     else:
         images = Folder(root / part, mode)
     if classes is not None and images.classes != classes:
-        raise DataError(f"{source} at {root / part} has {images.classes} classes, but task.data.classes is {classes}")
+        raise DataError(
+            f"{source} at {root / part} has {images.classes} classes, but task.data.classes is {classes}; found: "
+            f"{named(images.names)}"
+        )
     return images

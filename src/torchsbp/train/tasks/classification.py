@@ -1,5 +1,6 @@
 """Image classification: a timm model, labelled images, timm's augmentation, cross entropy, top-1 and top-5."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, Literal
 import timm
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from timm.data import Mixup, create_transform
 from timm.data.loader import fast_collate
 from timm.data.random_erasing import RandomErasing
@@ -15,13 +17,14 @@ from torch import Tensor, nn
 from torchvision.transforms import RandomCrop
 
 from ...errors import DataError, UsageError
-from ..data.images import open_images
+from ..accuracy import MANY, Accuracy
+from ..data.images import check_same_classes, named, open_images
 from ..data.samples import Samples
-from ..distributed import all_sum
+from ..data.seeds import generators_kept
 from ..ranges import COUNT, NOT_NEGATIVE, SHARE, SHARE_ABOVE_0, SHARE_BELOW_1, ranged, refuse
 from ..record import Metric
 from ..runs.weights import load_weights
-from ..task import Evaluator, Task, TaskOptions
+from ..task import Task, TaskOptions
 from . import register
 
 WORKERS = ranged(0, 1024)
@@ -112,7 +115,7 @@ class Classification(Task):
     """Which class an image is of."""
 
     Options = ClassificationOptions
-    metrics = (
+    metrics: tuple[Metric, ...] = (
         Metric("loss", "validation loss", format=".3f", higher=False, column=False),
         Metric("top1", "top-1", "%", chart="Validation accuracy"),
         Metric("top5", "top-5", "%", column=False),
@@ -128,12 +131,11 @@ class Classification(Task):
             open_images(data.source, data.root, part, part is data.train, data.classes, mode)
             for part in (data.train, data.valid)
         )
-        if train.classes != valid.classes or getattr(train, "names", None) != getattr(valid, "names", None):
-            raise DataError(
-                f"training data have {train.classes} classes and validation data {valid.classes}, or other names: "
-                "both need the same class folders"
-            )
-        self.classes, self.workers = train.classes, data.workers
+        check_same_classes(train, valid)
+        check_names(augment)
+        self.classes, self.names, self.workers = train.classes, train.names, data.workers
+        if self.classes <= MANY:
+            self.metrics = tuple(metric for metric in self.metrics if metric.name != "top5")
         self.train_data = Samples(train, OfImage(train_transform(data, augment)), seed)
         self.valid_data = Samples(valid, OfImage(eval_transform(data, augment)), seed)
         self.mix = None
@@ -154,13 +156,16 @@ class Classification(Task):
         config = self.options.model
         given = config.options.get("num_classes", self.classes)
         if given != self.classes:
-            raise DataError(f"model.options.num_classes is {given}, but the data have {self.classes} classes")
+            raise DataError(
+                f"model.options.num_classes is {given}, but the data have {self.classes} classes: {named(self.names)}"
+            )
         options = {"in_chans": self.options.data.channels, "drop_path_rate": config.drop_path, **config.options}
         options["num_classes"] = self.classes
         try:
             model: nn.Module = timm.create_model(config.name, pretrained=config.pretrained and start, **options)
-        except (RuntimeError, TypeError, ValueError) as error:  # an unknown name, or an option it does not have
+        except Exception as error:  # an unknown name, an option it does not have, a value it can't use
             raise UsageError(f"task.model.name {config.name} with {options}: {error}") from error
+        self.check_size(model)
         for name, deviation in config.init.items():
             parameters = dict(model.named_parameters())
             if name not in parameters:
@@ -169,6 +174,21 @@ class Classification(Task):
         if config.weights is not None and start:
             load_weights(model, config.weights, new_head=config.new_head)
         return model
+
+    @torch.no_grad()
+    def check_size(self, model: nn.Module) -> None:
+        """Whether images of this size pass through the model; one does, and nothing else changes."""
+        name, size, channels = self.options.model.name, self.options.data.size, self.options.data.channels
+        try:
+            with generators_kept():
+                model.eval()(torch.zeros(1, channels, size, size))
+        except Exception as error:  # models say it by assertions, or not at all
+            own = getattr(model, "default_cfg", {}).get("input_size", (0, 0, 0))[-1]
+            raise UsageError(
+                f"task.data.size={size} does not fit {name}: {error}. Set task.data.size to the model's (as published: "
+                f"{own}), or task.model.options.img_size={size} if it has that option"
+            ) from error
+        model.train()
 
     def to(self, device: torch.device, memory_format: torch.memory_format) -> None:
         super().to(device, memory_format)
@@ -191,30 +211,12 @@ class Classification(Task):
         smoothing = 0.0 if targets.is_floating_point() else self.options.augment.smoothing  # mixed ones are smooth
         return F.cross_entropy(model(images).float(), targets, label_smoothing=smoothing)
 
-    def evaluator(self) -> "Accuracy":
-        return Accuracy(self.device)
+    def weights_about(self) -> dict[str, str]:
+        """The classes' names, in the order of the model's outputs."""
+        return {"classes": json.dumps(self.names)} if self.names else {}
 
-
-class Accuracy(Evaluator):
-    """top-1 and top-5 in percent, and the loss, over all processes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, top-1, top-5, images
-
-    def update(self, model: nn.Module, batch: Batch, valid: int) -> None:
-        images, labels = batch
-        logits, labels = model(images)[:valid].float(), labels[:valid]
-        rank = (logits > logits.gather(1, labels[:, None])).sum(1)  # how many classes are ahead of the right one
-        loss = F.cross_entropy(logits, labels, reduction="sum")
-        # A model that gives NaN has nothing ahead of the right class, and is wrong all the same.
-        finite = logits.isfinite().all(1)
-        self.sums += torch.stack(
-            [loss, (finite & (rank < 1)).sum(), (finite & (rank < 5)).sum(), loss.new_tensor(valid)]
-        )
-
-    def result(self) -> dict[str, float]:
-        loss, top1, top5, images = all_sum(self.sums).tolist()
-        return {"loss": loss / images, "top1": 100 * top1 / images, "top5": 100 * top5 / images}
+    def evaluator(self) -> Accuracy:
+        return Accuracy(self.device, self.classes, self.names)
 
 
 class OfImage:
@@ -225,6 +227,19 @@ class OfImage:
 
     def __call__(self, image: Any, label: int) -> tuple[Any, int]:
         return self.transform(image), label
+
+
+def check_names(augment: Augment) -> None:
+    """Of interpolation and augmentation, as timm knows them."""
+    allowed = ("random", *(mode.name.lower() for mode in Image.Resampling))
+    if augment.interpolation not in allowed:
+        refuse("task.augment.interpolation", augment.interpolation, ", ".join(allowed))
+    if augment.auto_augment is not None:
+        try:
+            train_transform(Data(), augment)
+        except Exception as error:  # timm says it by assertions
+            forms = "null, rand-m9-mstd0.5-inc1 and the like, original, originalr, v0, v0r, 3a, augmix-m3 and the like"
+            refuse("task.augment.auto_augment", augment.auto_augment, f"{forms} ({error})")
 
 
 def train_transform(data: Data, augment: Augment) -> Callable[[Any], Any]:

@@ -1,0 +1,58 @@
+"""What torch raises for a machine's limits, in our words: which option to turn, with the numbers."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..errors import RunError
+from ..memory.sizes import MIB
+from .config import Config
+from .distributed import Processes
+
+KILLED = re.compile(r"DataLoader worker \(pid\(?s?\)? ?[\d, ]+\) (?:is killed by signal: (.+?)\.|exited unexpectedly)")
+CPU_FULL = re.compile(r"DefaultCPUAllocator.*?tried to allocate (\d+) bytes", re.S)
+
+
+@contextmanager
+def told(config: Config, processes: Processes) -> Iterator[None]:
+    """Inside, errors of memory and of worker processes are ``RunError``; all others pass."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        text = str(error)
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_FULL.search(text):
+            raise RunError(out_of_memory(text, config, processes)) from error
+        if killed := KILLED.search(text):
+            reason = f"killed ({killed[1]})" if killed[1] else "lost"
+            raise RunError(
+                f"a process that reads data was {reason}; often memory was short: fewer task.data.workers read less at "
+                "once. Continue with --resume auto"
+            ) from error
+        raise
+
+
+def out_of_memory(text: str, config: Config, processes: Processes) -> str:
+    """What was asked for, what there is, and the ways to need less."""
+    micro = config.batch // (processes.world * config.accumulate(processes.world))
+    asked = re.search(r"allocate ([\d.]+ [KMGT]iB)", text)
+    on_cpu = CPU_FULL.search(text)
+    wanted = f" ({asked[1]} more were needed)" if asked else ""
+    wanted = f" ({int(on_cpu[1]) / MIB:.0f} MiB more were needed)" if on_cpu else wanted
+    there = ""
+    if processes.device.type == "cuda":
+        there = f" of {torch.cuda.get_device_properties(processes.device).total_memory / MIB:.0f} MiB"
+    ways = ["torchsbp plan says what fits"]
+    if micro > 1:
+        ways.insert(0, f"--micro_batch {smaller(micro)} leaves the batch of {config.batch} as it is")
+    if config.sbp.preset == "none":
+        ways.append("--sbp.preset default saves activations")
+    elif config.sbp.recompute not in (None, True, 1):
+        ways.append("--sbp.recompute true saves activations")
+    return f"out of memory{there} with {micro} samples per forward{wanted}: {'; '.join(ways)}"
+
+
+def smaller(micro: int) -> int:
+    """About half, and a divisor: as many forwards more make the same batch."""
+    return max(n for n in range(1, micro // 2 + 1) if micro % n == 0)

@@ -1,0 +1,156 @@
+"""What a user gets wrong, or a machine can't do, ends in one message of ours that says what to do."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchsbp.cli.recipe import parse
+from torchsbp.errors import RunError
+from torchsbp.train.distributed import Processes
+from torchsbp.train.loop import Trainer
+from torchsbp.train.raw import smaller, told
+
+from .runs import ENVIRONMENT, command, final, recipe, run, train
+
+
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        ("--task.data.size=12", "task.data.size=12 does not fit vit_tiny_patch16_224: Input height (12) doesn't match"),
+        ("--task.model.options.embed_dim=15", "task.model.name vit_tiny_patch16_224 with {"),
+        ("--task.model.options.patch_size=0", "task.model.name vit_tiny_patch16_224 with {"),
+        (
+            "--task.augment.interpolation=foo",
+            "task.augment.interpolation='foo' is not allowed; allowed: random, ",
+        ),
+        ("--task.augment.auto_augment=foo", "task.augment.auto_augment='foo' is not allowed; allowed: null, rand-m9"),
+        ("--task.augment.auto_augment=rand-x9", "task.augment.auto_augment='rand-x9' is not allowed; allowed: null, "),
+        ("--out=", "out is empty, or the current folder; name a folder for the run"),
+    ],
+)
+def test_settings_that_do_not_fit(tmp_path, capsys, option, message):
+    assert run(tmp_path, option)[0] == 2
+    assert f"torchsbp train: {message}" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_size_that_does_not_fit_has_a_way_out(tmp_path, capsys):
+    run(tmp_path, "--task.data.size=12")
+    told = capsys.readouterr().err
+    assert "(as published: 224), or task.model.options.img_size=12 if it has that option" in told
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "recipe.yaml: a recipe has options (NAME: VALUE), found nothing; allowed: "),
+        ("[1]", "recipe.yaml: a recipe has options (NAME: VALUE), found [1]; allowed: "),
+        ("3", "recipe.yaml: a recipe has options (NAME: VALUE), found 3; allowed: "),
+        ("task: {data: 3}", "recipe.yaml: task.data has options of its own (NAME: VALUE), found 3; allowed: "),
+        ("task: 3", "recipe.yaml: task has options of its own (NAME: VALUE), found 3; allowed: model, data, augment"),
+        ("optimizer: null", "recipe.yaml: optimizer has options of its own (NAME: VALUE), found nothing; allowed: "),
+        ("batch: null", "batch=None is not allowed; allowed: an integer at least 1"),
+    ],
+)  # fmt: skip
+def test_recipes_that_are_none(tmp_path, capsys, text, message):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    assert train([str(path), f"--out={tmp_path / 'run'}"]) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert "Traceback" not in told
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("half")
+    assert run(folder, epochs=1, schedule={"warmup_epochs": 0})[0] == 0
+    return folder
+
+
+def test_another_optimizer_can_not_resume(half, capsys):
+    assert run(half, "--resume=auto", "--schedule.warmup_epochs=0", "--optimizer.name=lamb")[0] == 1
+    newest = half / "run" / "checkpoints" / "step-0000000010.pt"
+    told = capsys.readouterr().err
+    assert f"error: {newest} has the state of adamw, which lamb can't use: resume with --optimizer.name adamw" in told
+    assert f"task.model.weights: {newest}" in told
+
+
+def test_resume_takes_a_runs_folder(half, tmp_path, capsys):
+    assert run(tmp_path, f"--resume={half / 'run'}", "--schedule.warmup_epochs=0")[0] == 0
+    assert (
+        f"resumed from {half / 'run' / 'checkpoints' / 'step-0000000010.pt'} at step 10 of 20"
+        in capsys.readouterr().err
+    )
+    assert final(tmp_path / "run")["progress"]["step"] == 20
+    (tmp_path / "empty").mkdir()
+    assert run(tmp_path / "b", f"--resume={tmp_path / 'empty'}")[0] == 1
+    assert "empty: --resume takes a run's folder, a checkpoint, or auto" in capsys.readouterr().err
+
+
+CPU = "[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 4194304 bytes"
+
+
+@pytest.mark.parametrize(
+    "raised, asked",
+    [
+        (RuntimeError(CPU), "(4 MiB more were needed)"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB."), "(2.50 GiB more were needed)"),
+        (MemoryError(), ""),
+    ],
+)
+def test_out_of_memory_says_what_to_do_with_the_numbers(tmp_path, capsys, monkeypatch, raised, asked):
+    def full(self, batches):
+        raise raised
+
+    monkeypatch.setattr(Trainer, "update", full)
+    assert run(tmp_path)[0] == 1
+    told = capsys.readouterr().err
+    assert "error: out of memory with 70 samples per forward" in told
+    assert asked in told
+    assert "--micro_batch 35 leaves the batch of 140 as it is; torchsbp plan says what fits" in told
+    assert "sbp.preset" not in told  # it is used already
+    assert run(tmp_path / "full", "--sbp.preset=none")[0] == 1
+    assert "--sbp.preset default saves activations" in capsys.readouterr().err
+
+
+def test_a_real_shortage_is_recognised(tmp_path):
+    config = parse("train", [str(recipe(tmp_path))])
+    needed = r"out of memory with 70 samples per forward \(\d{9,} MiB more were needed\)"
+    with pytest.raises(RunError, match=needed), told(config, Processes(torch.device("cpu"))):
+        torch.empty(1 << 50, dtype=torch.uint8)
+    assert [smaller(n) for n in (2, 9, 64, 70, 7)] == [1, 3, 32, 35, 1]
+
+
+def test_other_errors_pass(tmp_path):
+    config = parse("train", [str(recipe(tmp_path))])
+    with pytest.raises(RuntimeError, match="ours"), told(config, Processes(torch.device("cpu"))):
+        raise RuntimeError("ours")
+
+
+def test_a_killed_worker_is_told(tmp_path):
+    path = recipe(tmp_path, task={"data": {"workers": 1}}, epochs=200)
+    process = subprocess.Popen(command(path), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    record = tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and not (record.exists() and children.read_text().split()):
+        time.sleep(0.05)
+    os.kill(int(children.read_text().split()[-1]), signal.SIGKILL)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 1, told
+    assert "error: a process that reads data was " in told
+    assert "fewer task.data.workers read less at once. Continue with --resume auto" in told
+
+
+def test_ctrl_c_while_starting(tmp_path, capsys, monkeypatch):
+    def interrupted(self, *_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "__init__", interrupted)
+    assert run(tmp_path)[0] == 1
+    assert capsys.readouterr().err == "error: interrupted while starting: nothing was trained, nothing written\n"
