@@ -9,6 +9,7 @@ import torch
 
 import torchsbp
 from torchsbp import SBPConfig, adapters
+from torchsbp.cli.main import commands
 from torchsbp.ops.reference import gate
 
 from .steps import assert_gradients, step
@@ -71,3 +72,22 @@ def test_a_patched_model_is_loaded_where_its_adapter_is_registered():
         ValueError, match=r"no adapter for page.MyViT: call torchsbp.register\(adapter\) before loading"
     ):
         adapters.registered("my ViT", "page.MyViT")
+
+
+def test_troubleshooting_names_what_exists_and_is_linked():
+    root = Path(__file__).parents[1]
+    text = (root / "docs" / "troubleshooting.md").read_text()
+    assert "(docs/troubleshooting.md)" in (root / "README.md").read_text()
+    titles = ["Out of memory still", "Slower than before", "Compile errors", "Accuracy lower than expected"]
+    assert re.findall(r"^## (.*)$", text, re.M) == titles
+    assert set(re.findall(r"torchsbp (\w+) NAME", text)) <= set(commands())
+    assert all(hasattr(torchsbp, name) for name in re.findall(r"torchsbp\.(\w+)", text))
+    options = {option for option in re.findall(r"`(\w+)=", text) if option != "PYTORCH_CUDA_ALLOC_CONF"} - {
+        "TORCH_LOGS"
+    }
+    assert options <= set(torchsbp.SBPConfig.__dataclass_fields__)
+    for page, heading in re.findall(r"\]\(([\w.]+)(?:#([\w-]+))?\)", text):
+        content = (root / "docs" / page).read_text()
+        assert not heading or heading in [
+            re.sub(r" ", "-", its.lower().replace(".", "")) for its in re.findall(r"^## (.*)$", content, re.M)
+        ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from types import UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from torch import nn
+from torch import Tensor, nn
 
 from .errors import UsageError, UsageTypeError, check_calls, expect, shown
 from .ops.rules import RULES
@@ -76,7 +76,7 @@ class SBPConfig:
 def check_blocks(blocks: Any) -> None:
     """An error if it can't choose blocks."""
     number = isinstance(blocks, (int, float)) and not isinstance(blocks, bool)
-    several = isinstance(blocks, Collection) and not isinstance(blocks, (str, bytes, Mapping))
+    several = isinstance(blocks, Collection) and not isinstance(blocks, (str, bytes, Mapping, Tensor))
     if not (blocks is None or callable(blocks) or several or (number and 0 < blocks <= 1)):
         raise UsageError(
             f"blocks={shown(blocks)} is not allowed; use None (the papers' choice for the family), a fraction in "

@@ -1,6 +1,6 @@
 """What ``apply`` finds in a model: its backbones, their blocks, which are sampled, and what speaks against it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from numbers import Integral
@@ -84,12 +84,19 @@ def choose_blocks(model: nn.Module, adapter: Adapter, stages: list[Stage], confi
         chosen = adapter.default_blocks([len(stage) for stage in by_stage], wanted)
         result = {stage[i] for stage, picks in zip(by_stage, chosen, strict=True) for i in picks}
     elif callable(wanted):
-        result = {name for name in names if wanted(name, find(model, name))}
+        result = {name for name in names if filtered(wanted, name, find(model, name))}
     else:
         result = {match for item in wanted for match in matches(item, names)}
     if not result:
         raise UsageError(f"blocks={wanted!r} selects none of the {len(names)} blocks, {names[0]} … {names[-1]}")
     return result
+
+
+def filtered(wanted: Callable[[str, nn.Module], bool], name: str, block: nn.Module) -> bool:
+    try:
+        return bool(wanted(name, block))
+    except Exception as error:
+        raise UsageError(f"blocks: the filter fails for {name}: {type(error).__name__}: {error}") from error
 
 
 def matches(item: object, names: list[str]) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..errors import UsageError, check_calls, expect
+from ..errors import UsageError, check_calls, expect, shown
 from ..ops.frames import encode_frames
 from . import samplers, schedules
 
@@ -47,6 +47,10 @@ def expect_arguments(encoder: object, video: object, step: object, seed: object,
     if video.dim() < 3 or 0 in video.shape[:2]:
         raise UsageError(f"video has the shape {tuple(video.shape)}; allowed: [batch, frames, …], neither of them 0")
     expect("step", step, (int, Tensor), "the number of the training step, an int or a 0-d tensor")
+    if isinstance(step, int) and abs(step) >= 2**63:
+        raise UsageError(f"step={shown(step)} is not allowed; allowed: below 2**63")
+    if isinstance(step, Tensor) and (step.numel() != 1 or step.is_floating_point() or step.is_complex()):
+        raise UsageError(f"step is a tensor {step.dtype} of shape {tuple(step.shape)}; allowed: one whole number")
     expect("seed", seed, int, "an int")
     expect("rank", rank, int, "an int")
     expect("chunk", chunk, (int, type(None)), "None, or a number of frames")

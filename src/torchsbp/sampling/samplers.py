@@ -212,7 +212,7 @@ def ordered(sampler: str | Sampler, shape: Shape, ratios: Sequence[float], key: 
     That a sampler of the user's own gives every position once is looked at on the CPU always, on a GPU once per shape.
     """
     samples, n = key.shape[0], math.prod(shape)
-    order = resolve(sampler)(shape, ratios, key)
+    order = called(sampler, shape, ratios, key)
     if not isinstance(order, Tensor):
         raise UsageTypeError(no_order(shape, samples, f"{shown(order)} of type {type(order).__name__}"))
     if tuple(order.shape) != (samples, n) or order.dtype != torch.int64:
@@ -224,6 +224,18 @@ def ordered(sampler: str | Sampler, shape: Shape, ratios: Sequence[float], key: 
         if not torch.equal(order.sort(dim=1).values, once):
             raise UsageError(no_order(shape, samples, f"some more than once, or others than 0 … {n - 1}"))
     return order
+
+
+def called(sampler: str | Sampler, shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
+    """The sampler's order; what fails in one of the user's own is told as such."""
+    if not callable(sampler) or torch.compiler.is_compiling():
+        return resolve(sampler)(shape, ratios, key)
+    try:
+        return sampler(shape, ratios, key)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"the sampler fails for the grid {shape}: {type(error).__name__}: {error}") from error
 
 
 def no_order(shape: Shape, samples: int, found: str) -> str:
