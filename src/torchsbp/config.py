@@ -55,7 +55,7 @@ class SBPConfig:
         one_of("attention", self.attention, RULES)
         one_of("scope", self.scope, SCOPES)
         one_of("scale", self.scale, SCALES)
-        if self.scale == "weight" and self.attention == "head":
+        if self.scale == "weight" and RULES[self.attention].heads:
             raise UsageError('scale="weight" is defined for sampled rows, not heads; use attention="query" or "qkv"')
         one_of("per_sample", self.per_sample, (True, False))
         if not isinstance(self.recompute, (bool, int, float)) or not 0 <= self.recompute <= 1:
