@@ -16,7 +16,8 @@ from torchsbp.errors import CheckpointError
 from torchsbp.report import html, read
 from torchsbp.train.loop import Trainer
 from torchsbp.train.runs import checkpoint
-from torchsbp.train.runs.metrics import identity
+from torchsbp.train.runs.metrics import Metrics, identity
+from torchsbp.train.runs.state import Progress
 from torchsbp.train.runs.weights import read_weights
 
 from .runs import evaluate, final, lines, recipe, run, spawn
@@ -278,6 +279,16 @@ def test_a_half_written_line_of_metrics_is_dropped(copy):
     path.write_text(path.read_text() + '{"kind": "train", "st')
     assert on(copy) == 0
     assert all(json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_an_evaluation_that_no_checkpoint_knows_of_is_recorded_once(tmp_path):
+    """Killed between the line and the checkpoint of an evaluation, a run evaluates again."""
+    path = tmp_path / "metrics.jsonl"
+    events = [("run", 0), ("valid", 10), ("train", 20), ("valid", 20), ("train", 24)]
+    path.write_text("".join(json.dumps({"kind": kind, "step": step}) + "\n" for kind, step in events))
+    Metrics(tmp_path, Progress(step=20, evaluated=10), {}, False, None).close()
+    left = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["kind"], line["step"]) for line in left] == [("run", 0), ("valid", 10), ("train", 20)]
 
 
 def test_tensorboard_and_wandb_get_the_same_numbers(tmp_path, monkeypatch):

@@ -143,7 +143,7 @@ class Lasting:
         config = self.config
         config.out.mkdir(parents=True, exist_ok=True)
         described = self.described()
-        metrics = Metrics(config.out, self.progress.step, described, config.log.tensorboard, config.log.wandb)
+        metrics = Metrics(config.out, self.progress, described, config.log.tensorboard, config.log.wandb)
         about = {"config": described, "task": self.task.described(), "environment": environment(self.processes)}
         if metrics.about is None:
             metrics.write("run", 0, **about, steps=self.steps)

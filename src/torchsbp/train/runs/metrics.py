@@ -15,18 +15,23 @@ from ...errors import UsageError
 from ..distributed import Processes, all_sum
 from ..record import FILE, SECTIONS, read_lines
 from .checkpoint import replace_file
+from .state import Progress
 
 
 class Metrics:
     """Appends to a run's record. A line: kind (run, train, valid, end), step, and what there is to say."""
 
-    def __init__(self, out: Path, step: int, config: dict[str, Any], tensorboard: bool, wandb: str | None) -> None:
+    def __init__(
+        self, out: Path, progress: Progress, config: dict[str, Any], tensorboard: bool, wandb: str | None
+    ) -> None:
+        step = progress.step
         module = weights_and_biases() if wandb else None
         self.path = out / FILE
         self.about: dict[str, Any] | None = None
         """the line that says how the run was configured last"""
-        if self.path.exists():  # resumed: what came after this step happens again
-            kept = [line for line in read_lines(self.path) if line["step"] <= step and line["kind"] != "end"]
+        if self.path.exists():  # resumed: what the checkpoint does not know of happens again
+            until = {"end": -1, "valid": progress.evaluated}
+            kept = [line for line in read_lines(self.path) if line["step"] <= until.get(line["kind"], step)]
             self.about = next((line for line in reversed(kept) if line["kind"] == "run"), None)
             text = "".join(json.dumps(line) + "\n" for line in kept)
             replace_file(self.path, lambda file: file.write(text.encode()))
