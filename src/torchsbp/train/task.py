@@ -130,6 +130,10 @@ class Task:
         """For inputs without targets (``torchsbp predict``)."""
         raise UsageError(f"task {self.options.name} has no predictions: its class needs a method predictor()")
 
+    def example(self, samples: int) -> tuple[Tensor, ...]:
+        """What the model is called with, of so many samples (``torchsbp export``)."""
+        raise UsageError(f"task {self.options.name} can't be exported: its class needs a method example(samples)")
+
     def metric(self, name: str) -> Metric:
         """By its name, or that of its value for averaged weights."""
         return next((m for m in self.metrics if m.name == name.removeprefix("ema_")), Metric(name))

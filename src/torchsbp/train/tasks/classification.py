@@ -198,6 +198,10 @@ class Classification(Task):
     def evaluator(self) -> Accuracy:
         return Accuracy(self.device, self.classes, self.names)
 
+    def example(self, samples: int) -> tuple[Tensor, ...]:
+        data, chance = self.options.data, torch.Generator().manual_seed(0)
+        return (torch.randn(samples, data.channels, data.size, data.size, generator=chance),)
+
     def predictor(self) -> Predictor:
         return Labels(self)
 
