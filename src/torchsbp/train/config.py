@@ -130,6 +130,8 @@ class Log:
 
     every_steps: int = field(default=50, metadata=COUNT)
     progress: bool = True
+    """a bar; where there is no terminal, a line every so many seconds"""
+    every_seconds: float = field(default=30.0, metadata=NOT_NEGATIVE)
     tensorboard: bool = False
     wandb: str | None = None
     """a project's name"""

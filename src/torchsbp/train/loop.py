@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from tqdm import tqdm
 
 from ..errors import RunError, SignalError
 from ..memory.saved import Saved
@@ -24,6 +23,7 @@ from .distributed import Processes, any_of, synchronised
 from .evaluation import autocast, evaluated
 from .lasting import Lasting
 from .learner import Learner
+from .progress import progress
 from .record import WEIGHTS
 from .runs import checkpoint
 from .runs.metrics import Clock, Losses, write_sections
@@ -110,13 +110,8 @@ class Trainer(Lasting):
         with self.signals, self.lock() or nullcontext():
             self.resume()
             self.metrics = self.open_metrics()
-            self.bar = tqdm(
-                total=self.steps,
-                initial=self.progress.step,
-                unit="step",
-                dynamic_ncols=True,
-                disable=not (self.config.log.progress and self.processes.main),
-            )
+            log, main = self.config.log, self.processes.main
+            self.bar = progress(self.steps, self.progress.step, log.every_seconds, shown=log.progress and main)
             try:
                 self.run()
             finally:
@@ -140,10 +135,10 @@ class Trainer(Lasting):
                 break
             self.clock.start()
             self.losses.add(self.update(batches))
-            self.bar.update()
             stopping = self.stopping()
             if progress.step % config.log.every_steps == 0 or progress.step == self.steps:
                 before = self.record(*before)
+            self.bar.update()
             epoch_ends = progress.step % self.steps_per_epoch == 0
             every = config.checkpoint.every_steps
             if stopping or epoch_ends or (every is not None and progress.step % every == 0):
