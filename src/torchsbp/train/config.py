@@ -164,6 +164,8 @@ class Config:
     """with several processes (torchrun): replicate or shard parameters, gradients and optimizer state"""
     eval_every: int = field(default=1, metadata=COUNT)
     """epochs; the last one is always evaluated"""
+    patience: int | None = field(default=None, metadata=COUNT)
+    """stop after so many evaluations without a better value of what decides which checkpoint is best"""
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     log: Log = field(default_factory=Log)
     resume: str | None = None

@@ -131,7 +131,7 @@ class Trainer(Lasting):
         while True:
             if self.due_for_evaluation():
                 self.evaluate()
-            if progress.step >= self.steps:
+            if progress.step >= self.steps or self.out_of_patience():
                 break
             self.clock.start()
             self.losses.add(self.update(batches))
@@ -209,7 +209,8 @@ class Trainer(Lasting):
             export(weights, path, stored.metadata())
             self.write("end", best=progress.best, best_step=progress.best_step)
             metric = self.task.metric(self.task.best_by)
-            self.say(f"finished: best {metric.name} {progress.best:{metric.format}}, weights in {path}")
+            early = f" at step {progress.step} of {self.steps}, out of patience" if progress.step < self.steps else ""
+            self.say(f"finished{early}: best {metric.name} {progress.best:{metric.format}}, weights in {path}")
 
     # Evaluation
 
@@ -217,6 +218,12 @@ class Trainer(Lasting):
         step = self.progress.step
         every = self.config.eval_every * self.steps_per_epoch
         return step > 0 and step != self.progress.evaluated and (step % every == 0 or step == self.steps)
+
+    def out_of_patience(self) -> bool:
+        """Whether as many evaluations as are allowed brought nothing better. Progress alone says so: a run that is
+        resumed stops where another does."""
+        config, since = self.config, self.progress.evaluated - self.progress.best_step
+        return config.patience is not None and since >= config.patience * config.eval_every * self.steps_per_epoch
 
     def evaluate(self) -> None:
         """Metrics of the model and of its average; the checkpoint of this step may become the best."""
