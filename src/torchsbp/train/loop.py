@@ -124,7 +124,7 @@ class Trainer(Lasting):
         self.clock = Clock(progress.seconds)
         self.losses = Losses(self.processes, {"loss": progress.loss_sum, **progress.losses}, progress.loss_steps)
         batches = self.batches()
-        self.model.train()
+        self.learner.train()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         before = self.clock.seconds, progress.step
@@ -232,7 +232,7 @@ class Trainer(Lasting):
         if ema is not None:
             evaluator, averaged = self.test(ema.module)
             values |= {f"ema_{name}": value for name, value in averaged.items()}
-        self.model.train()
+        self.learner.train()
         progress.evaluated = progress.step
         metric = self.task.metric(self.task.best_by)
         value = values[metric.name if ema is None else f"ema_{metric.name}"]

@@ -128,8 +128,8 @@ class Classification(Task):
     def check(self, micro_batch: int) -> None:
         if self.class_weights is not None and self.mix is not None:
             raise UsageError(
-                "task.class_weights and mixup: a mixed image has two classes; set task.augment.mixup and cutmix to 0 or "
-                "task.class_weights to none"
+                "task.class_weights and mixup: a mixed image has two classes; set task.augment.mixup and cutmix to 0, "
+                "or task.class_weights to none"
             )
         if self.mix is not None and micro_batch % 2:
             raise UsageError(f"mixup and cutmix mix pairs: images per forward must be even, found {micro_batch}")
