@@ -16,8 +16,13 @@ def run(argv: list[str]) -> None:
         from ..train.data.broken import Broken
         from ..train.evaluation import evaluated
 
-        stored, broken = its.stored, Broken(its.task.broken, lambda message: print(message, file=sys.stderr))
+        def say(message: str) -> None:
+            if its.processes.main:
+                print(message, file=sys.stderr)
+
+        stored, broken = its.stored, Broken(its.task.broken, say)
         _, values = evaluated(its.task, its.model, its.config, its.processes, broken)
+        broken.gather()
         if its.processes.main:
             about = {"checkpoint": str(stored.path), "weights": stored.name, "step": stored.step}
             print(json.dumps({**about, **values, **({"broken": broken.listed()} if broken.found else {})}))

@@ -79,8 +79,8 @@ class Lasting:
         barrier()
 
     def gather_broken(self) -> None:
-        """What could not be read in any process; too much is an error in all of them."""
-        self.broken.add(message for found in gather(self.broken.listed()) for message in found)
+        """What could not be read in any process."""
+        self.broken.gather()
         self.progress.broken = self.broken.listed()
 
     def described(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from html import escape
 
 from ...errors import DataError
+from ..distributed import gather
 
 TITLE = "Samples that can't be read"
 SHOWN = 5
@@ -27,6 +28,10 @@ class Broken:
                 f"{len(self.found)} samples can't be read, more than the {self.limit} that task.data.broken allows: "
                 f"{'; '.join(shown)}"
             )
+
+    def gather(self) -> None:
+        """Together with what other processes found; too many are an error in all of them."""
+        self.add(message for found in gather(self.listed()) for message in found)
 
     def listed(self) -> list[str]:
         return sorted(self.found)
