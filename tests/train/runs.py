@@ -6,12 +6,14 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from torchsbp.cli.main import main
 
@@ -119,6 +121,7 @@ def _train(arguments: list[str], told: Path, environment: dict[str, str], before
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     torch.set_num_threads(1)
+    tqdm.set_lock(threading.RLock())  # one for processes would be missed by the resource tracker after a kill
     os.environ.update(environment)
     if before is not None:
         before()
