@@ -80,7 +80,7 @@ def read(path: Path) -> dict[str, Any]:
     except Exception as error:  # whatever reading a pickle out of any bytes may raise: what it says helps nobody
         reason = "it is truncated, or no checkpoint"
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which a damaged offset may be
-            reason = error.strerror
+            reason = error.strerror or str(error)
         raise CheckpointError(f"{path} can't be read: {reason}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a checkpoint")
