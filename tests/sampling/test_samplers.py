@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchsbp.sampling.samplers import SAMPLERS, count, draw_key, enlarge, enlarged_count, first, resolve
 
@@ -280,13 +281,33 @@ def test_compiled_equals_eager_when_ratio_and_size_change(name):
         assert torch.equal(compiled(torch.tensor(3), shape, ratio), draw(torch.tensor(3), shape, ratio))
 
 
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_numbers_that_meet_an_index_have_32_bits(name):
+    """Inductor computes sums and products of an arange and numbers as a 32-bit index on a GPU."""
+
+    def draw(step):
+        return SAMPLERS[name]((8, 14, 14), (0.25, 0.4), draw_key(3, step, 1, 4))
+
+    nodes = make_fx(draw)(torch.tensor(9)).graph.nodes
+    sums = [node for node in nodes if node.target in (torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor)]
+    numbers = [arg for node in sums for arg in node.args if isinstance(arg, int)]
+    assert len(numbers) > 8
+    assert all(-(2**31) <= number < 2**31 for number in numbers)
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_orders_are_the_same_on_every_device(name):
+def test_orders_are_the_same_on_every_device(name, compiled):
     for ratios in [(0.5,), (0.3,), (0.25, 0.4)]:
-        on_gpu = SAMPLERS[name]((8, 14, 14), ratios, draw_key(3, torch.tensor(9, device="cuda"), 1, 4))
-        assert torch.equal(on_gpu.cpu(), SAMPLERS[name]((8, 14, 14), ratios, key_of(9, seed=3, rank=1, samples=4)))
+
+        def draw(step, ratios=ratios):
+            return SAMPLERS[name]((8, 14, 14), ratios, draw_key(3, step, 1, 4))
+
+        torch.compiler.reset()
+        on_gpu = torch.compile(draw, fullgraph=True) if compiled else draw
+        assert torch.equal(on_gpu(torch.tensor(9, device="cuda")).cpu(), draw(torch.tensor(9)))
 
 
 def test_a_callable_is_a_sampler_of_positions():
