@@ -30,7 +30,10 @@ class SBPConfig:
     - ``blocks``: which blocks are sampled. None: those of the papers for the model's family; a fraction of the blocks,
       counted from where theirs begin; block indices; block names (``*`` matches); a filter (name, module) -> bool.
     - ``scope``: "branch" keeps the residual path's gradient everywhere, "block" gates it too.
-    - ``per_sample``: a mask for every image instead of one for the batch.
+    - ``per_sample``: a mask for every image instead of one for the batch. "balanced": over the batch, every position is
+      kept equally often.
+    - ``exact_downsampling``: sampled stages have exact down-sampling layers. No residual path leads around these: a
+      sampled one cuts off the gradient of everything below at dropped positions.
     - ``scale``: "weight" multiplies weight gradients of sampled branches by 1/r (for SGD; docs/method.md, section 4).
     - ``recompute``: the dial between memory and speed. True: backward recomputes what it needs from the input of each
       block, saved in bfloat16 if products are (least memory). False: that input and the results of matrix products are
@@ -44,7 +47,8 @@ class SBPConfig:
     attention: str = "query"
     blocks: Blocks = None
     scope: str = "branch"
-    per_sample: bool = False
+    per_sample: bool | str = False
+    exact_downsampling: bool = False
     scale: str = "none"
     recompute: bool | float = True
     seed: int = 0
@@ -57,7 +61,14 @@ class SBPConfig:
         one_of("scale", self.scale, SCALES)
         if self.scale == "weight" and RULES[self.attention].heads:
             raise UsageError('scale="weight" is defined for sampled rows, not heads; use attention="query" or "qkv"')
-        one_of("per_sample", self.per_sample, (True, False))
+        one_of("per_sample", self.per_sample, (False, True, "balanced"))
+        if self.per_sample == "balanced" and not getattr(samplers.resolve(self.sampler), "cyclic", False):
+            cyclic = [name for name, sampler in samplers.SAMPLERS.items() if getattr(sampler, "cyclic", False)]
+            raise UsageError(
+                f'per_sample="balanced" turns one order for every sample, which sampler={shown(self.sampler)} does not '
+                f"allow; use per_sample=True, or one of the samplers {cyclic}"
+            )
+        one_of("exact_downsampling", self.exact_downsampling, (True, False))
         if not isinstance(self.recompute, (bool, int, float)) or not 0 <= self.recompute <= 1:
             raise UsageError(f"recompute={self.recompute!r} is not allowed; allowed: True, False, a number in [0, 1]")
         check_blocks(self.blocks)

@@ -48,6 +48,12 @@ def test_ratio_of_a_wrong_type(ratio):
         ({"scale": "both"}, r"scale='both' is not allowed; allowed: 'none', 'weight'"),
         ({"recompute": "yes"}, r"recompute='yes' is not allowed; allowed: True, False, a number in \[0, 1\]"),
         ({"scale": "weight", "attention": "head"}, r"scale=\"weight\" is defined for sampled rows"),
+        ({"per_sample": "all"}, r"per_sample='all' is not allowed; allowed: False, True, 'balanced'"),
+        (
+            {"per_sample": "balanced", "sampler": "frames_jitter"},
+            r"does not allow; use per_sample=True, or one of the samplers \['grid', 'random', 'frames', 'check",
+        ),
+        ({"exact_downsampling": 2}, r"exact_downsampling=2 is not allowed; allowed: True, False"),
         ({"blocks": 1.5}, r"blocks=1.5 is not allowed; use None .* a fraction in \(0, 1\]"),
         ({"blocks": [7]}, r"blocks: 7 matches none of the 3 blocks, blocks.0 … blocks.2"),
         ({"blocks": ["layer.1"]}, r"blocks: 'layer.1' matches none of the 3 blocks"),

@@ -9,7 +9,7 @@ from torchsbp.sampling.masks import Masks, SiteSpec
 SITES = (SiteSpec("fine", 0), SiteSpec("fine again", 0), SiteSpec("coarse", 1), SiteSpec("heads", 1, heads=4))
 
 
-def masks(*ratios: float, prefix: int = 0, per_sample: bool = False) -> Masks:
+def masks(*ratios: float, prefix: int = 0, per_sample: bool | str = False) -> Masks:
     found = Masks("random", 0, per_sample, prefix, ((), (halved,)), SITES)
     found.ratios = ratios
     return found
@@ -50,6 +50,14 @@ def test_prefix_tokens_are_always_kept_and_come_first():
 def test_samples_have_masks_of_their_own_or_share_one(per_sample):
     kept = positions(begun(masks(0.5, 0.5, 0.5, 0.5, per_sample=per_sample), batch=4), 0)
     assert len(kept.unique(dim=0)) == (4 if per_sample else 1)
+
+
+def test_balanced_masks_keep_every_position_equally_often():
+    found = begun(masks(0.5, 0.25, 0.5, 0.5, prefix=1, per_sample="balanced"), batch=4)
+    for site, often in ((0, 2), (1, 1), (2, 2)):
+        kept = positions(found, site)
+        assert kept[:, 0].tolist() == [0] * 4
+        assert kept[:, 1:].flatten().bincount().tolist()[1:] == [often] * (kept[:, 1:].max())
 
 
 def test_the_step_is_counted_when_masks_are_drawn():

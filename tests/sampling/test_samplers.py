@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torchsbp.sampling.samplers import SAMPLERS, count, draw_key, enlarge, enlarged_count, first, resolve
+from torchsbp.sampling.samplers import SAMPLERS, balanced, count, draw_key, enlarge, enlarged_count, first, resolve
 
 IMAGES = [(14, 14), (8, 8), (7, 7), (6, 9), (5, 3), (1, 13), (13, 1), (12,), (7,)]
 VIDEOS = [(8, 4, 4), (7, 3, 5), (16, 2, 3), (5, 1, 1), (1, 4, 4)]
@@ -135,6 +135,26 @@ def test_random_visits_every_pair_equally_often():
     pairs = (kept.T @ kept / len(kept))[~torch.eye(12, dtype=torch.bool)]
     p = 6 / 12 * 5 / 11
     assert (pairs - p).abs().max() < 4 * math.sqrt(p * (1 - p) / len(kept))
+
+
+@pytest.mark.parametrize("samples", [4, 6, 7, 64])
+@pytest.mark.parametrize("ratios", [(0.5,), (0.3,), (0.25, 0.4, 0.7)])
+@pytest.mark.parametrize(
+    "name, shape", [("grid", (14, 14)), ("grid", (4, 6, 7)), ("random", (5, 8)), ("frames", (8, 2, 2))]
+)
+def test_balanced_orders_keep_every_position_equally_often(name, shape, ratios, samples):
+    n, counts = math.prod(shape), [count(name, shape, r) for r in ratios]
+    order = balanced(SAMPLERS[name](shape, ratios, key_of(3)), counts, samples)
+    assert torch.equal(order.sort().values, torch.arange(n).expand(samples, n))
+    for k in counts:
+        kept = torch.zeros(samples, n).scatter(1, first(order, k), 1.0).sum(0)
+        assert set(kept.tolist()) <= {samples * k // n, -(-samples * k // n)}
+
+
+def test_balanced_lattices_keep_whole_classes():
+    (phases,) = [balanced(SAMPLERS["grid"]((8, 8), (0.25,), key_of(3)), [16], 6)]
+    found = {int(classes((8, 8), 4).flatten()[kept].unique()) for kept in first(phases, 16)}
+    assert found == {0, 1, 2, 3}
 
 
 def classes(shape, s):

@@ -73,7 +73,7 @@ class Masks:
         self,
         sampler: str | samplers.Sampler,
         seed: int,
-        per_sample: bool,
+        per_sample: bool | str,
         prefix: int,
         shrinks: tuple[tuple[Callable[[Grid], Grid], ...], ...],
         sites: tuple[SiteSpec, ...],
@@ -122,9 +122,12 @@ class Masks:
 
     def _draw(self, forward: Forward) -> Drawn:
         assert forward.ratios is not None
-        samples = forward.batch if self.per_sample else 1
+        samples, coarsest = forward.batch if self.per_sample is True else 1, self._coarsest(forward)
         key = samplers.draw_key(self.seed, forward.step, _rank(), samples)
-        order = samplers.ordered(self.sampler, self._coarsest(forward), forward.ratios, key)
+        order = samplers.ordered(self.sampler, coarsest, forward.ratios, key)
+        if self.per_sample == "balanced":
+            counts = [samplers.count(self.sampler, coarsest, r) for r in forward.ratios]
+            order = samplers.balanced(order, counts, forward.batch)
         same: dict[tuple[int, float, Partition | None], Kept] = {}  # stage, ratio and windows decide about rows
         sites = []
         for site, ratio in zip(self.sites, forward.ratios, strict=True):

@@ -4,7 +4,7 @@ The kept set at ratio r is the first `count(r)` positions of the order, so count
 unequal ratios are nested. The order is a pure function of (seed, step, rank) in integer tensor arithmetic: it
 is the same on every device, and `torch.compile` traces it without recompiling from step to step.
 
-Compiled for a GPU, sums and products of an `arange` and numbers are taken as 32-bit indices. These numbers are therefore
+Compiled for a GPU, sums and products of an `arange` and numbers are taken as 32-bit indices. Such numbers are therefore
 signed 32-bit ones: with `& _MASK` behind it the result is that of int64, also where it has wrapped.
 """
 
@@ -88,6 +88,18 @@ def shuffle(order: Tensor, counts: Sequence[int], key: Tensor) -> Tensor:
     n = order.shape[1]
     stretch = sum((torch.arange(n, device=order.device) >= k).long() for k in counts)
     return order.gather(1, ((stretch << 32) + _fold(key[:, None], order)).argsort(dim=1))
+
+
+def balanced(order: Tensor, counts: Sequence[int], samples: int) -> Tensor:
+    """One order ``[1, n]``, read cyclically from another start for each of the samples.
+
+    With g = gcd(n, k₁, k₂, …) the starts are g·⌊b·(n/g) / samples⌋: every position is among the first k of
+    ⌊samples·k/n⌋ samples, or of one more.
+    """
+    n = order.shape[1]
+    g = math.gcd(n, *counts)
+    start = torch.arange(samples, device=order.device) * (n // g) // samples * g
+    return order[0][(start[:, None] + torch.arange(n, device=order.device)) % n]
 
 
 def _count(shape: Shape, ratio: float) -> int:
@@ -185,10 +197,14 @@ def _frames(shape: Shape) -> Shape:
 
 @dataclass(frozen=True)
 class UnitSampler:
-    """Orders the units of a grid (positions, columns or frames: a coarser grid), enlarged to positions."""
+    """Orders the units of a grid (positions, columns or frames: a coarser grid), enlarged to positions.
+
+    ``cyclic``: read cyclically from any start, the order is as good.
+    """
 
     units: Callable[[Shape], Shape]
     order: Sampler
+    cyclic: bool = True
 
     def __call__(self, shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
         units = self.units(shape)
@@ -199,7 +215,7 @@ SAMPLERS: dict[str, Sampler] = {
     "grid": UnitSampler(_columns, _lattice),
     "random": UnitSampler(_positions, _random),
     "frames": UnitSampler(_frames, _lattice),
-    "frames_jitter": UnitSampler(_frames, _jitter),
+    "frames_jitter": UnitSampler(_frames, _jitter, cyclic=False),
     "checkerboard": UnitSampler(_positions, _lattice),
 }
 
