@@ -61,7 +61,7 @@ def install_rule(twin: nn.Module, patched: nn.Module) -> None:
             if config.attention == "head":
                 gate_heads(block, gate, parts, config.scope, drawn[index].heads)
             else:
-                install_gate(block, gate, parts, config.scope)
+                install_gate(block, gate, parts, config)
                 gate_attention(block, gate if config.attention == "qkv" else None)
 
 

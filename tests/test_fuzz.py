@@ -32,7 +32,7 @@ GOOD: dict[str, list[Any]] = {
     "scope": ["branch", "block"],
     "per_sample": [True, False, "balanced"],
     "exact_downsampling": [True, False],
-    "scale": ["none", "weight"],
+    "scale": ["none", "weight", "rows"],
     "recompute": [True, False, 0.5],
     "seed": [0, -3, 2**70],
 }

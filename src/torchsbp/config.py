@@ -13,7 +13,7 @@ from .ops.rules import RULES
 from .sampling import samplers, schedules
 
 SCOPES = ("branch", "block")
-SCALES = ("none", "weight")
+SCALES = ("none", "weight", "rows")
 
 KeepRatio = schedules.Ratio | schedules.Milestones
 Blocks = None | float | Sequence[int] | Sequence[str] | Callable[[str, nn.Module], bool]
@@ -34,7 +34,9 @@ class SBPConfig:
       kept equally often.
     - ``exact_downsampling``: sampled stages have exact down-sampling layers. No residual path leads around these: a
       sampled one cuts off the gradient of everything below at dropped positions.
-    - ``scale``: "weight" multiplies weight gradients of sampled branches by 1/r (for SGD; docs/method.md, section 4).
+    - ``scale``: "weight" multiplies weight gradients of sampled branches by 1/r (for SGD). "rows" multiplies the
+      cotangent of a sampled block's kept positions by one over their probability, class and register tokens by 1: its
+      gradients are unbiased (docs/method.md, section 4).
     - ``recompute``: the dial between memory and speed. True: backward recomputes what it needs from the input of each
       block, saved in bfloat16 if products are (least memory). False: that input and the results of matrix products are
       saved, for kept rows. A number in between: that share of the blocks recomputes, the first ones. Blocks that are
@@ -59,8 +61,14 @@ class SBPConfig:
         one_of("attention", self.attention, RULES)
         one_of("scope", self.scope, SCOPES)
         one_of("scale", self.scale, SCALES)
-        if self.scale == "weight" and RULES[self.attention].heads:
-            raise UsageError('scale="weight" is defined for sampled rows, not heads; use attention="query" or "qkv"')
+        if self.scale != "none" and RULES[self.attention].heads:
+            raise UsageError(
+                f'scale="{self.scale}" is defined for sampled rows, not heads; use attention="query" or "qkv"'
+            )
+        if self.scale == "rows" and self.scope == "block":
+            raise UsageError(
+                'scale="rows" leaves the residual path as it is, which scope="block" gates; use scope="branch"'
+            )
         one_of("per_sample", self.per_sample, (False, True, "balanced"))
         if self.per_sample == "balanced" and not getattr(samplers.resolve(self.sampler), "cyclic", False):
             cyclic = [name for name, sampler in samplers.SAMPLERS.items() if getattr(sampler, "cyclic", False)]

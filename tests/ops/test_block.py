@@ -7,6 +7,7 @@ from torchsbp.ops.heads import AttentionParams, AttentionSpec
 from torchsbp.ops.layers import BackwardOptions
 from torchsbp.ops.mlp import MLPParams, MLPSpec
 from torchsbp.ops.named import split
+from torchsbp.ops.rows import RowWeight
 from torchsbp.ops.rules import RULES
 
 from .helpers import RATIOS, assert_same_gradients, attention_params, gradients, kept_rows, mlp_params
@@ -39,6 +40,35 @@ def test_equals_reference(ratio, rule, scope, recompute):
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     leaves = (x, *p1, *p2)
     assert_same_gradients(gradients(ours, dy, leaves), gradients(theirs, dy, leaves))
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("rule", ["query", "qkv"])
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_weighted_rows_equal_reference(prefix, rule, recompute):
+    x, dy, p1, p2 = inputs()
+    places = torch.tensor([0, 1, 4, 7, 8, 13, 19])
+    rows, spec, weight = (torch.arange(B)[:, None] * N + places).flatten(), spec_of(rule), RowWeight(3.6, prefix)
+    factors = torch.tensor([[0.0, 1.0, 2.0], [2.0, 0.0, 1.0]], dtype=x.dtype).unbind()
+    options = BackwardOptions(recompute=recompute, row_weight=weight)
+    ours = transformer_block(x, rows, p1, spec, p2, MLPSpec(), factors=factors, options=options)
+    theirs = reference.transformer_block(x, rows, p1, spec, p2, MLPSpec(), factors, weight=weight)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    leaves = (x, *p1, *p2)
+    assert_same_gradients(gradients(ours, dy, leaves), gradients(theirs, dy, leaves))
+
+
+def test_weighted_rows_are_unbiased():
+    """The mean over all masks of one position beside the class token is the exact gradient (rule query)."""
+    x, dy, p1, p2 = inputs()
+    leaves, spec, found = (x, *p1, *p2), spec_of("query"), []
+    exact = gradients(transformer_block(x, None, p1, spec, p2, MLPSpec()), dy, leaves)
+    options = BackwardOptions(row_weight=RowWeight(N - 1, 1))
+    for kept in range(1, N):
+        rows = (torch.arange(B)[:, None] * N + torch.tensor([0, kept])).flatten()
+        found.append(gradients(transformer_block(x, rows, p1, spec, p2, MLPSpec(), options=options), dy, leaves))
+    mean = [None if its[0] is None else torch.stack(its).mean(0) for its in zip(*found, strict=True)]
+    assert_same_gradients(mean, exact)
 
 
 def test_without_biases_and_scales():

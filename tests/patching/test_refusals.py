@@ -45,9 +45,11 @@ def test_ratio_of_a_wrong_type(ratio):
         ({"sampler": "gird"}, r"unknown sampler 'gird'.*'grid', 'random', 'frames', 'frames_jitter', 'checkerboard'"),
         ({"attention": "kv"}, r"attention='kv' is not allowed; allowed: 'query', 'qkv', 'head'"),
         ({"scope": "layer"}, r"scope='layer' is not allowed; allowed: 'branch', 'block'"),
-        ({"scale": "both"}, r"scale='both' is not allowed; allowed: 'none', 'weight'"),
+        ({"scale": "both"}, r"scale='both' is not allowed; allowed: 'none', 'weight', 'rows'"),
         ({"recompute": "yes"}, r"recompute='yes' is not allowed; allowed: True, False, a number in \[0, 1\]"),
         ({"scale": "weight", "attention": "head"}, r"scale=\"weight\" is defined for sampled rows"),
+        ({"scale": "rows", "attention": "head"}, r"scale=\"rows\" is defined for sampled rows"),
+        ({"scale": "rows", "scope": "block"}, r"which scope=\"block\" gates; use scope=\"branch\""),
         ({"per_sample": "all"}, r"per_sample='all' is not allowed; allowed: False, True, 'balanced'"),
         (
             {"per_sample": "balanced", "sampler": "frames_jitter"},

@@ -97,7 +97,7 @@ class _TransformerBlock(torch.autograd.Function):
         y = mlp_output(h, p2, spec2)
         ctx.save_for_backward(*saved, *BlockSaved(kept_h, factor1, factor2), *p1, *p2)
         ctx.attention_spec, ctx.mlp_spec, ctx.dtype = spec1, spec2, x.dtype
-        ctx.scope, ctx.weight_scale = options.scope, options.weight_scale
+        ctx.options = options
         return x + (y if factor2 is None else y * factor2.view(-1, 1, 1))
 
     @staticmethod
@@ -111,7 +111,8 @@ class _TransformerBlock(torch.autograd.Function):
         shape, samples, dtype, dy = dy.shape, dy.shape[0], saved.o.dtype, R.flat(dy)
         steps = device_of(saved.x).steps(saved.x, mlp_columns(p2) + attention_columns(p1))
 
-        kept_dy = steps.cotangent(dy, rows, factor2, p2.scale, samples, dtype, total="mlp_output")
+        weight = ctx.options.row_weight
+        kept_dy = steps.cotangent(dy, rows, factor2, p2.scale, samples, dtype, total="mlp_output", weight=weight)
         weights = AttentionWeights(p1.qkv_weight, p1.qkv_bias, p1.proj_weight, p1.proj_bias)
         weights1, weights2 = split(steps.cast(dtype, *weights, *mlp_weights(p2)), AttentionWeights, MLPWeights)
         affine = mlp_norm(p2, spec2)
@@ -120,20 +121,20 @@ class _TransformerBlock(torch.autograd.Function):
         del kept_dy
         d_middle, kept_dy = steps.norm_backward_middle(
             dn, middle, affine, dy, rows, factor1, p1.scale, samples, dtype,
-            norm_total="mlp_norm", total="attention_output",
+            norm_total="mlp_norm", total="attention_output", weight=weight,
         )  # fmt: skip
         del middle, dn
         dx, products1 = attention_input_backward(
             steps, kept_dy, saved, weights1, p1, spec1, needs1,
-            kept=d_middle, base=dy, scope=ctx.scope, dtype=ctx.dtype,
+            kept=d_middle, base=dy, scope=ctx.options.scope, dtype=ctx.dtype,
         )  # fmt: skip
         totals = steps.totals()
         grads1 = attention_gradients(products1, totals, p1, needs1)
         grads2 = mlp_gradients(products2, totals, p2, needs2)
         return (
             *BlockInputs(dx.view(shape)),
-            *parameter_gradients(grads1, p1, needs1, ctx.weight_scale),
-            *parameter_gradients(grads2, p2, needs2, ctx.weight_scale),
+            *parameter_gradients(grads1, p1, needs1, ctx.options.weight_scale),
+            *parameter_gradients(grads2, p2, needs2, ctx.options.weight_scale),
         )
 
 
