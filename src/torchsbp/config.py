@@ -26,7 +26,8 @@ class SBPConfig:
     - ``keep_ratio``: share of positions that get gradients, in (0, 1]. A number, a pair (first, last sampled block), a
       list with one ratio per sampled block, or ``schedules.Milestones`` over training.
     - ``sampler``: a name in ``samplers.SAMPLERS`` or a callable of that type.
-    - ``attention``: which gradients an attention layer drops: "query", "qkv" or "head".
+    - ``attention``: which gradients an attention layer drops: "query", "qkv", "head", or "exact" for none: then the MLP
+      alone is sampled.
     - ``blocks``: which blocks are sampled. None: those of the papers for the model's family; a fraction of the blocks,
       counted from where theirs begin; block indices; block names (``*`` matches); a filter (name, module) -> bool.
     - ``scope``: "branch" keeps the residual path's gradient everywhere, "block" gates it too.

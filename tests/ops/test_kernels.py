@@ -261,18 +261,20 @@ B, SIDE, WIDTH, HEADS = 2, 6, 48, 3
 
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("scope", ["branch", "block"])
-@pytest.mark.parametrize("rule", ["query", "qkv"])
+@pytest.mark.parametrize("rule", ["query", "qkv", "exact"])
 @pytest.mark.parametrize("ratio", [1.0, 0.3])
 @pytest.mark.parametrize("op", ["block", "attention", "mlp", "convnext"])
 def test_ops_take_the_same_gradients_from_the_kernels(op, ratio, rule, scope, recompute):
     """Float32, whole ops: this is what the arguments of each step are."""
-    if op in ("mlp", "convnext") and rule == "qkv":
+    if op in ("mlp", "convnext") and rule != "query":
         pytest.skip("has no attention")
     x = randn(B, SIDE * SIDE, WIDTH).requires_grad_()
     p1 = on_device(attention_params(WIDTH, HEADS, dtype=torch.float32))
     p2 = on_device(mlp_params(WIDTH, 2 * WIDTH, dtype=torch.float32))
     rows, spec = kept_rows(B, SIDE * SIDE, ratio), AttentionSpec(HEADS, 0.25, rule=RULES[rule])
-    rows, options = None if rows is None else rows.to(DEVICE), BackwardOptions(scope, recompute)
+    weight = RowWeight(1 / ratio, 1) if scope == "branch" else None
+    rows = None if rows is None else rows.to(DEVICE)
+    options = BackwardOptions(scope, recompute, row_weight=None if rows is None else weight)
     factor = torch.tensor([0.5, 2.0], device=DEVICE)
     run = {
         "block": lambda: transformer_block(x, rows, p1, spec, p2, MLPSpec(), factors=(factor, factor), options=options),

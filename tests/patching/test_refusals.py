@@ -43,7 +43,7 @@ def test_ratio_of_a_wrong_type(ratio):
     "options, message",
     [
         ({"sampler": "gird"}, r"unknown sampler 'gird'.*'grid', 'random', 'frames', 'frames_jitter', 'checkerboard'"),
-        ({"attention": "kv"}, r"attention='kv' is not allowed; allowed: 'query', 'qkv', 'head'"),
+        ({"attention": "kv"}, r"attention='kv' is not allowed; allowed: 'query', 'qkv', 'head', 'exact'"),
         ({"scope": "layer"}, r"scope='layer' is not allowed; allowed: 'branch', 'block'"),
         ({"scale": "both"}, r"scale='both' is not allowed; allowed: 'none', 'weight', 'rows'"),
         ({"recompute": "yes"}, r"recompute='yes' is not allowed; allowed: True, False, a number in \[0, 1\]"),

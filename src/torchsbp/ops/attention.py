@@ -3,6 +3,7 @@
 - Rule "query": kept output rows; K and V of all rows receive what the kept queries send (Eq. 19–23).
 - Rule "qkv": additionally, no gradient reaches a key or value outside the kept rows.
 - Rule "head": all rows, but only the contribution of the kept heads.
+- Rule "exact": everything.
 
 The probabilities are those of the full softmax in all of them. Saved: the attention output and log-sum-exp of kept rows
 (heads), and x: all rows where K and V of all rows are needed, kept rows under "qkv".

@@ -118,9 +118,14 @@ def transformer_block(
     scope: str = "branch",
     weight: RowWeight | None = None,
 ) -> Tensor:
-    """The attention branch, then the MLP branch, on the same kept rows: ``y``. With a weight, ``x + gate(y − x)``."""
+    """The attention branch, then the MLP branch, on the same kept rows: ``y``. With a weight, ``x + gate(y − x)``.
+
+    Under rule "exact" it is the MLP branch alone that is gated and weighted.
+    """
     attention_factor, mlp_factor = factors
     middle = attention_branch(x, rows, p1, spec1, None, attention_factor, scope)
+    if not spec1.rule.query_rows:
+        return mlp_branch(middle, rows, p2, spec2, mlp_factor, scope, weight)
     y = mlp_branch(middle, rows, p2, spec2, mlp_factor, scope)
     return y if weight is None else x + gate(y - x, rows, weight)
 
