@@ -31,6 +31,7 @@ GOOD: dict[str, list[Any]] = {
     "blocks": [None, 0.5, 1.0, [0], [-1], ["blocks.*"], ["stages.*"], lambda name, block: True],
     "scope": ["branch", "block"],
     "per_sample": [True, False, "balanced"],
+    "per_block": [True, False],
     "exact_downsampling": [True, False],
     "scale": ["none", "weight", "rows"],
     "recompute": [True, False, 0.5],

@@ -33,6 +33,8 @@ class SBPConfig:
     - ``scope``: "branch" keeps the residual path's gradient everywhere, "block" gates it too.
     - ``per_sample``: a mask for every image instead of one for the batch. "balanced": over the batch, every position is
       kept equally often.
+    - ``per_block``: a mask for every sampled block, on its own grid, instead of one for all of them. With scale="rows"
+      gradients are then unbiased through all blocks.
     - ``exact_downsampling``: sampled stages have exact down-sampling layers. No residual path leads around these: a
       sampled one cuts off the gradient of everything below at dropped positions.
     - ``scale``: "weight" multiplies weight gradients of sampled branches by 1/r (for SGD). "rows" multiplies the
@@ -51,6 +53,7 @@ class SBPConfig:
     blocks: Blocks = None
     scope: str = "branch"
     per_sample: bool | str = False
+    per_block: bool = False
     exact_downsampling: bool = False
     scale: str = "none"
     recompute: bool | float = True
@@ -76,6 +79,11 @@ class SBPConfig:
             raise UsageError(
                 f'per_sample="balanced" turns one order for every sample, which sampler={shown(self.sampler)} does not '
                 f"allow; use per_sample=True, or one of the samplers {cyclic}"
+            )
+        one_of("per_block", self.per_block, (True, False))
+        if self.per_block and self.scope == "block":
+            raise UsageError(
+                'per_block=True with scope="block" leaves only positions that every block keeps; use scope="branch"'
             )
         one_of("exact_downsampling", self.exact_downsampling, (True, False))
         if not isinstance(self.recompute, (bool, int, float)) or not 0 <= self.recompute <= 1:

@@ -55,6 +55,7 @@ def test_ratio_of_a_wrong_type(ratio):
             {"per_sample": "balanced", "sampler": "frames_jitter"},
             r"does not allow; use per_sample=True, or one of the samplers \['grid', 'random', 'frames', 'check",
         ),
+        ({"per_block": True, "scope": "block"}, r"leaves only positions that every block keeps; use scope=\"branch\""),
         ({"exact_downsampling": 2}, r"exact_downsampling=2 is not allowed; allowed: True, False"),
         ({"blocks": 1.5}, r"blocks=1.5 is not allowed; use None .* a fraction in \(0, 1\]"),
         ({"blocks": [7]}, r"blocks: 7 matches none of the 3 blocks, blocks.0 … blocks.2"),

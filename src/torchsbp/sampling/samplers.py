@@ -54,6 +54,11 @@ def draw_key(seed: int, step: Tensor, rank: int, samples: int) -> Tensor:
     return _fold(key, torch.arange(samples, device=step.device))
 
 
+def another(key: Tensor, number: int) -> Tensor:
+    """Keys of masks that are independent of those of other numbers."""
+    return _fold(key, torch.full_like(key, number))
+
+
 def enlarge(order: Tensor, coarse: Shape, fine: Shape) -> Tensor:
     """The order on a finer grid: position i lies in cell min(i // f, h − 1), f = H // h, in each dimension.
 
