@@ -15,6 +15,7 @@ from .training import Row, Run
 SAMPLED: dict[str, Any] = {"sampler": "random", "per_sample": True}
 BALANCED: dict[str, Any] = {"sampler": "random", "per_sample": "balanced"}
 ROWS: dict[str, Any] = {"scale": "rows"}
+OWN: dict[str, Any] = BALANCED | {"per_block": True}
 FULL = "full"
 
 ARMS: dict[str, dict[str, Any] | None] = {
@@ -29,13 +30,19 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "mlp 0.5": BALANCED | {"attention": "exact", "keep_ratio": 0.5},
     "mlp 0.25": BALANCED | {"attention": "exact", "keep_ratio": 0.25},
     "mlp rows 0.25": BALANCED | ROWS | {"attention": "exact", "keep_ratio": 0.25},
+    "own 0.5": OWN | {"keep_ratio": 0.5},
+    "own rows 0.5": OWN | ROWS | {"keep_ratio": 0.5},
+    "own rows 0.25": OWN | ROWS | {"keep_ratio": 0.25},
     "down exact 0.5": {"exact_downsampling": True, "keep_ratio": 0.5},
     "down exact, balanced 0.5": BALANCED | {"exact_downsampling": True, "keep_ratio": 0.5},
     "down exact, rows 0.5": BALANCED | ROWS | {"exact_downsampling": True, "keep_ratio": 0.5},
-    "down exact, rows 0.75": BALANCED | ROWS | {"exact_downsampling": True, "keep_ratio": 0.75},
+    "down exact, own 0.5": OWN | {"exact_downsampling": True, "keep_ratio": 0.5},
+    "down exact, own rows 0.5": OWN | ROWS | {"exact_downsampling": True, "keep_ratio": 0.5},
+    "down exact, own rows 0.75": OWN | ROWS | {"exact_downsampling": True, "keep_ratio": 0.75},
 }
-WITHOUT = {"vit": ("down exact",), "convnext": ("mlp",), "swin": ("mlp", "down exact")}
-"""How arms begin that a model has not: without down-sampling layers to sample, or without that rule of attention."""
+WITHOUT = {"vit": ("down exact",), "convnext": ("mlp", "own"), "swin": ("mlp", "down exact")}
+"""How arms begin that a model does not enter: it has no down-sampling layers to sample, or not that rule of attention;
+masks of their own need exact down-sampling layers."""
 
 
 def runs(models: Sequence[str], arms: Sequence[str], seeds: Iterable[int]) -> list[Run]:

@@ -118,8 +118,9 @@ class Data:
         return int(self.y_train.max()) + 1
 
 
-def train(run: Run, settings: Settings, data: Data) -> Iterator[Row]:
-    """A row after every evaluation: epoch, accuracy in percent, mean loss, seconds of training, peak memory."""
+def train(run: Run, settings: Settings, data: Data, keep: Callable[[nn.Module], Any] | None = None) -> Iterator[Row]:
+    """A row after every evaluation: epoch, accuracy in percent, mean loss, seconds of training, peak memory. ``keep``
+    is given the model that is trained."""
     device = data.x_train.device
     torch.manual_seed(run.seed)
     generator = torch.Generator(device).manual_seed(run.seed)
@@ -128,6 +129,8 @@ def train(run: Run, settings: Settings, data: Data) -> Iterator[Row]:
     model = model.to(device).train()
     if run.options is not None:
         apply(model, **run.options)
+    if keep is not None:
+        keep(model)
     forward = torch.compile(model, dynamic=False) if settings.compile else model
     optimizer = torch.optim.AdamW(groups(model), lr=0.0, weight_decay=settings.weight_decay, fused=True)
     per_epoch = len(data.x_train) // settings.batch
