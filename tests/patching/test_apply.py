@@ -204,6 +204,25 @@ def test_exact_downsampling_layers_are_no_sites_and_save_their_input():
     assert saved[True] - saved[False] == sum(8 * (n // 2 * 4 * c + n) for n, c in layers)
 
 
+@pytest.mark.parametrize(
+    "options, more",
+    [
+        ({"scale": "rows"}, 0),
+        ({"per_sample": "balanced"}, 0),
+        ({"per_block": True}, 8 * 3 * (1 + 12)),  # the indices of a second block
+    ],
+    ids=str,
+)
+def test_what_an_estimator_saves_more(options, more):
+    saved, x = [], images()
+    for its in ({}, options):
+        model = torchsbp.apply(LEAN["vit"].model(), keep_ratio=0.5, blocks=[1, 2], **its)
+        with SavedBytes(model, x) as count:
+            model(x)
+        saved.append(count.total)
+    assert saved[1] - saved[0] == more
+
+
 def test_scale_weight_is_the_inverse_ratio():
     model = LEAN["convnext"].model()
     plain, scaled = copy.deepcopy(model), copy.deepcopy(model)
