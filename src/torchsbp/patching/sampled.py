@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
+from operator import index
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -37,7 +38,8 @@ class Sampling:
         if rows is not None and self.scale == "weight":
             weight_scale = batch * positions / rows.shape[0]
         if rows is not None and self.scale == "rows":
-            row_weight = RowWeight((positions - prefix) / (rows.shape[0] // batch - prefix), prefix)
+            k = index(rows.shape[0] // batch)  # a constant, also where the batch is not
+            row_weight = RowWeight((positions - prefix) / (k - prefix), prefix)
         return BackwardOptions(self.scope, self.recompute, weight_scale, row_weight)
 
 
