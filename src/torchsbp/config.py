@@ -53,11 +53,11 @@ class SBPConfig:
     blocks: Blocks = None
     scope: str = "branch"
     per_sample: bool | str = False
-    per_block: bool = False
-    exact_downsampling: bool = False
     scale: str = "none"
     recompute: bool | float = True
     seed: int = 0
+    per_block: bool = False
+    exact_downsampling: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep_ratio", schedules.validate(self.keep_ratio))
