@@ -15,7 +15,7 @@ from .downsample import DownsampleParams, DownsampleSpec
 from .heads import AttentionParams, AttentionSpec
 from .layers import norm
 from .mlp import MLPParams, MLPSpec
-from .windows import MASKED, Windows
+from .window_attention import MASKED, Cut, Padding
 
 
 def gate(y: Tensor, rows: Tensor | None) -> Tensor:
@@ -127,21 +127,43 @@ def rerun(
     return torch.where(mask(rows, y.shape[:-1]).unsqueeze(-1), y, y.detach() + path)
 
 
-def window_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, w: Windows) -> Tensor:
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    padding: Padding | None,
+    cut: Cut,
+    scale: float,
+    kept_keys: Tensor | None = None,
+) -> Tensor:
     """Attention of rows ``[B, heads, n, D]`` in their windows, as one map over all slots of all windows.
 
-    A row sees the slots of its own window, padding (zeros) included; ``bias [heads, area, area]`` is by slot, and rows
-    of another region are as good as masked.
+    A row sees the slots of its own window, padding included; ``bias [heads, area, area]`` is by slot, and slots of
+    another region are as good as masked. Outside ``kept_keys``, rows, scores and values are constants (rule "qkv").
     """
-    area = bias.shape[-1]
-    slots = torch.arange(w.slots.shape[1] * area, device=q.device)
-    k, v = (t.new_zeros(*t.shape[:2], len(slots), t.shape[3]).index_copy(2, w.slot_of_row, t) for t in (k, v))
-    m = q @ k.mT * q.shape[-1] ** -0.5 + bias[:, (w.slot_of_row % area)[:, None], slots % area]
-    if w.regions is not None:
-        regions = w.regions.flatten()
-        m = m + MASKED * (regions[w.slot_of_row][:, None] != regions)
-    outside = (w.slot_of_row // area)[:, None] != slots // area
+    assert cut.places is not None
+    places, area, n = cut.places.flatten(), bias.shape[-1], q.shape[2]
+    slots, slot = torch.arange(len(places), device=q.device), places.argsort()[:n]
+    k, v = (in_slots(t, places, None if padding is None else padding[i]) for i, t in enumerate((k, v)))
+    m = q @ k.mT * scale + bias[:, (slot % area)[:, None], slots % area]
+    if cut.regions is not None:
+        regions = cut.regions.flatten()
+        m = m + MASKED * (regions[slot][:, None] != regions)
+    if kept_keys is not None:
+        rows = mask(kept_keys, torch.Size((q.shape[0], n)))
+        columns = F.pad(rows, (0, len(places) - n))[:, places]
+        m = torch.where((rows[:, :, None] & columns[:, None])[:, None], m, m.detach())
+        v = torch.where(columns[:, None, :, None], v, v.detach())
+    outside = (slot // area)[:, None] != slots // area
     return m.masked_fill(outside, -torch.inf).softmax(-1) @ v
+
+
+def in_slots(x: Tensor, places: Tensor, padding: Tensor | None) -> Tensor:
+    """Rows ``[B, heads, n, D]`` in the order of slots, padding (default: zeros) where there is none."""
+    beyond = x.new_zeros(x.shape[1], x.shape[3]) if padding is None else padding
+    extra = beyond[:, None].expand(x.shape[0], -1, len(places) - x.shape[2], -1)
+    return torch.cat([x, extra], 2)[:, :, places]
 
 
 def encode_frames(encoder: Callable[[Tensor], Tensor], video: Tensor, keep: Tensor) -> Tensor:
