@@ -32,6 +32,8 @@ PER_SAMPLE_DROPS = (
     "torch.nn.modules.linear.Identity",
     "timm.layers.drop.DropPath",
     "torchvision.ops.stochastic_depth.StochasticDepth",
+    "transformers.models.swin.modeling_swin.SwinDropPath",
+    "transformers.models.maskformer.modeling_maskformer_swin.MaskFormerDropPath",
     "transformers.models.convnext.modeling_convnext.ConvNextDropPath",
     "transformers.models.convnextv2.modeling_convnextv2.ConvNextV2DropPath",
     "transformers.models.dinov3_convnext.modeling_dinov3_convnext.Dinov3ConvnextDropPath",

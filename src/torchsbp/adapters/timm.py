@@ -12,7 +12,7 @@ from .layouts import Grid, Layout, Shrink, Stage, channels_last_grid, early_stag
 from .lean import LINEARS, ConvBlock, Downsample, TransformerBlock
 from .names import find
 from .rerun import Mixer, Patches, PointwiseBlock, Residual
-from .windowed import Windowed
+from .windowed import InWindows, WindowBlock, Windowed
 
 # Where timm keeps it, and where it was before.
 ATTENTION = ("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention")
@@ -183,34 +183,35 @@ HYBRID = Adapter(
 
 
 def swin(
-    name: str, file: str, model: str, block: str, layout: Layout, description: Windowed, attention: str
+    name: str, file: str, model: str, block: str, layout: Layout, attention: str, *descriptions: InWindows
 ) -> Adapter:
     """Attention is of that class; its projection is a linear layer."""
     path = f"timm.models.{file}."
-    classes = {"attn": (path + attention,), "attn.qkv": LINEARS}
+    classes = {"attn": (path + attention,), "attn.qkv": LINEARS, "mlp": MLP}
     return Adapter(
         name=name,
         layouts=with_features(replace(layout, model=path + model)),
         default_blocks=early_stages,
-        blocks={path + block: replace(description, classes=classes)},
+        blocks={path + block: tuple(replace(its, classes=classes) for its in descriptions)},
     )
 
 
+DROPOUTS = ("attn.attn_drop", "attn.proj_drop", "mlp.drop1", "mlp.norm", "mlp.drop2")
 LAYERS = Layout("", grid=channels_last_grid, stages=partial(stages, "layers", halved))
 
 SWIN = swin(
     *("timm Swin", "swin_transformer", "SwinTransformer", "SwinTransformerBlock"),
-    *(LAYERS, Windowed(), "WindowAttention"),
+    *(LAYERS, "WindowAttention", WindowBlock(idle=DROPOUTS), Windowed()),
 )
 SWIN_V2 = swin(
     *("timm Swin v2", "swin_transformer_v2", "SwinTransformerV2", "SwinTransformerV2Block"),
-    *(LAYERS, Windowed(post_norm=True, kept_query_attention=W.timm_v2_attention), "WindowAttention"),
+    *(LAYERS, "WindowAttention", Windowed(post_norm=True, kept_query_attention=W.timm_v2_attention)),
 )
 SWIN_V2_CR = swin(
     *("timm Swin v2 CR", "swin_transformer_v2_cr", "SwinTransformerV2Cr", "SwinTransformerV2CrBlock"),
     Layout("", stages=partial(stages, "stages", halved)),
-    Windowed(constant=("attn.meta_mlp",), post_norm=True, last="norm3", kept_query_attention=W.timm_cr_attention),
     "WindowMultiHeadAttention",
+    Windowed(constant=("attn.meta_mlp",), post_norm=True, last="norm3", kept_query_attention=W.timm_cr_attention),
 )
 
 ADAPTERS = (VIT, EVA, BEIT, RELATIVE_VIT, MIXER, CONVNEXT, HYBRID, SWIN, SWIN_V2, SWIN_V2_CR)

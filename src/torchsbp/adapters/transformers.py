@@ -1,5 +1,5 @@
 """Hugging Face transformers: ViT, DeiT, BEiT, VitPose, DINOv2, DINOv3, the vision towers of CLIP and SigLIP, VideoMAE,
-ConvNeXt, Swin; models, and backbones that give feature maps.
+ConvNeXt; models, and backbones that give feature maps.
 
 Releases name the same parts differently: a block class with two descriptions has had both.
 """
@@ -10,16 +10,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import UsageError
-from . import windowed as W
 from .base import Adapter, Description
-from .layouts import Grid, Layout, Stage, early_stages, halved, member_names
+from .layouts import Layout, Stage, early_stages, member_names
 from .lean import ConvBlock, DownsampleList, TransformerBlock
 from .names import find
 from .rerun import Mixer, PointwiseBlock, Residual
-from .windowed import Windowed
 
 OLDEST = (5, 6)  # before, the towers of CLIP and SigLIP were nested otherwise and VideoMAE's biases lay elsewhere
 
@@ -201,41 +199,6 @@ def convnext(
     )
 
 
-def swin_stages(model: nn.Module) -> list[Stage]:
-    """Patch merging ends the stage before."""
-    names = member_names(model, "encoder.layers")
-    blocks = [member_names(model, f"{name}.blocks") for name in names]
-    between = [f"{name}.downsample" for name in names]
-    return [Stage(its, between[i - 1], halved) if i else Stage(its) for i, its in enumerate(blocks)]
-
-
-def given_grid(entry: nn.Module, x: Tensor, y: Any) -> Grid:
-    """Behind its tokens, the embedding gives their grid."""
-    return tuple(y[1])
-
-
-def clamped_sizes(block: Any, grid: Grid) -> tuple[Grid, Grid]:
-    """Square windows, no larger than the shorter side; then there is no shift at all."""
-    window, shift = W.own_sizes(block, grid)
-    shorter = min(grid)
-    return (window, shift) if shorter > window[0] else ((shorter,) * len(grid), (0,) * len(grid))
-
-
-def swin(name: str, cls: str, description: Windowed, models: tuple[str, ...] = MODELS) -> Adapter:
-    layout = Layout("", "embeddings", given_grid, swin_stages)
-    block = replace(
-        description,
-        classes={"attention": (f"{cls}Attention",)},
-        attention="attention",
-        attention_norm="layernorm_before",
-        attention_drop="drop_path",
-        mlp_norm="layernorm_after",
-        pads_first=True,
-        pair=True,
-    )
-    return Adapter(f"transformers {name}", {f"{cls}Layer": block}, layouts(cls, models, layout), early_stages)
-
-
 REGISTERS_CLASSES = family("dinov2_with_registers", "Dinov2WithRegisters")
 VIDEOMAE_CLASSES = family("videomae", "VideoMAE")
 
@@ -299,40 +262,7 @@ DINOV3_CONVNEXT = convnext(
     chain="model.stages",
     down="downsample_layers",
 )
-SWIN = swin(
-    "Swin",
-    family("swin", "Swin"),
-    Windowed(
-        idle=("attention.attention_dropout",),
-        mlp_drop="",
-        sizes=clamped_sizes,
-        kept_query_attention=W.transformers_attention,
-        fixed="always_partition",
-    ),
-)
-SWIN_V2 = swin(
-    "Swin v2",
-    family("swinv2", "Swinv2"),
-    Windowed(
-        mlp="intermediate output",
-        mlp_drop="drop_path",
-        post_norm=True,
-        kept_query_attention=W.transformers_v2_attention,
-    ),
-    BACKBONES,
-)
-MASKFORMER_SWIN = swin(
-    "MaskFormer Swin",
-    "transformers.models.maskformer.modeling_maskformer_swin.MaskFormerSwin",
-    Windowed(
-        idle=("attention.self.dropout",),
-        mlp="intermediate output",
-        mlp_drop="",
-        kept_query_attention=W.maskformer_attention,
-    ),
-)
-
 ADAPTERS = (
     *(VIT, DEIT, BEIT, VITPOSE, DINOV2, DINOV2_REGISTERS, DINOV3, CLIP, SIGLIP, VIDEOMAE),
-    *(CONVNEXT, CONVNEXT_V2, DINOV3_CONVNEXT, SWIN, SWIN_V2, MASKFORMER_SWIN),
+    *(CONVNEXT, CONVNEXT_V2, DINOV3_CONVNEXT),
 )

@@ -6,14 +6,17 @@ import torch
 from torch import Tensor
 
 from . import rows as R
+from .device import device_of
 from .layers import Grad, Norm, linear, norm, norm_again, norm_backward
 from .named import Needs
 from .rules import RULES, Rule
-from .sdpa import attend_backward
+from .sdpa import attend, attend_backward
+from .window_attention import Cut, Padding
 
 
 class AttentionParams(NamedTuple):
-    """The parameters of an attention branch; ``qkv`` stacks the projections to queries, keys and values."""
+    """The parameters of an attention branch; ``qkv`` stacks the projections to queries, keys and values.
+    ``score_bias`` is added to the scores of a window, ``[H, area, area]``."""
 
     norm_weight: Grad
     norm_bias: Grad
@@ -26,6 +29,7 @@ class AttentionParams(NamedTuple):
     proj_weight: Tensor
     proj_bias: Grad
     scale: Grad = None
+    score_bias: Grad = None
 
 
 class AttentionSpec(NamedTuple):
@@ -48,13 +52,15 @@ class QKV(NamedTuple):
     v: Tensor
 
 
-class QKNormGradients(NamedTuple):
-    """Of the norms of queries and keys."""
+class HeadGradients(NamedTuple):
+    """Of the norms of queries and keys, of the scores' bias, and of the key and value of padding."""
 
-    q_weight: Grad = None
-    q_bias: Grad = None
-    k_weight: Grad = None
-    k_bias: Grad = None
+    q_norm_weight: Grad = None
+    q_norm_bias: Grad = None
+    k_norm_weight: Grad = None
+    k_norm_bias: Grad = None
+    score_bias: Grad = None
+    padding: Padding | None = None
 
 
 def project(n: Tensor, weight: Tensor, bias: Grad, heads: int, parts: int = 3) -> tuple[Tensor, ...]:
@@ -80,12 +86,37 @@ def normalised(qkv: QKV, p: AttentionParams, spec: AttentionSpec) -> QKV:
     return QKV(q, k, qkv.v)
 
 
+def padding_of(p: AttentionParams, spec: AttentionSpec) -> Padding | None:
+    """The key and value of slots outside of the grid, whose input is zero: what the projection adds to it."""
+    if p.qkv_bias is None:
+        return None
+    _, k, v = p.qkv_bias.view(3, spec.heads, -1).unbind(0)
+    return Padding(k, v)
+
+
+def attend_normalised(qkv: QKV, p: AttentionParams, spec: AttentionSpec, cut: Cut) -> tuple[Tensor, Tensor]:
+    """Attention, in windows where there are such: its output and log-sum-exp."""
+    q, k, v = normalised(qkv, p, spec)
+    if cut.places is None:
+        return attend(q, k, v, spec.softmax_scale, spec.fused)
+    assert p.score_bias is not None
+    return device_of(q).windows(q).forward(q, k, v, p.score_bias, padding_of(p, spec), cut, spec.softmax_scale)
+
+
 def attend_normalised_backward(
-    do: Tensor, qkv: QKV, o: Tensor, lse: Tensor, p: AttentionParams, spec: AttentionSpec, needs: Needs
-) -> tuple[QKV, QKNormGradients]:
-    """Gradients of Q, K, V before their norms, and of these norms' parameters."""
+    do: Tensor, qkv: QKV, o: Tensor, lse: Tensor, cut: Cut, p: AttentionParams, spec: AttentionSpec, needs: Needs
+) -> tuple[QKV, HeadGradients]:
+    """Gradients of Q, K, V before their norms, and of what else attention has."""
+    if cut.places is not None:
+        assert p.score_bias is not None
+        assert spec.qk_norm is None
+        *dqkv, d_bias, d_padding = device_of(do).windows(do).backward(
+            do, *qkv, o, lse, p.score_bias, padding_of(p, spec), cut, spec.softmax_scale, spec.rule.key_rows,
+            needs.score_bias,
+        )  # fmt: skip
+        return QKV(*dqkv), HeadGradients(score_bias=d_bias, padding=d_padding)
     if spec.qk_norm is None:
-        return QKV(*attend_backward(do, *qkv, o, lse, spec.softmax_scale, spec.fused)), QKNormGradients()
+        return QKV(*attend_backward(do, *qkv, o, lse, spec.softmax_scale, spec.fused)), HeadGradients()
     q = norm_again(qkv.q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm, spec.dtype)
     k = norm_again(qkv.k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm, spec.dtype)
     dq, dk, dv = attend_backward(do, q.y, k.y, qkv.v, o, lse, spec.softmax_scale, spec.fused)
@@ -95,7 +126,7 @@ def attend_normalised_backward(
     dk, dkw, dkb = norm_backward(
         dk, k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm, needs.k_norm_weight, needs.k_norm_bias
     )
-    return QKV(dq, dk, dv), QKNormGradients(dqw, dqb, dkw, dkb)
+    return QKV(dq, dk, dv), HeadGradients(dqw, dqb, dkw, dkb)
 
 
 def to_rows(x: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .activations import ACTIVATIONS
 from .downsample import DownsampleParams, DownsampleSpec
-from .heads import AttentionParams, AttentionSpec
+from .heads import AttentionParams, AttentionSpec, padding_of
 from .layers import norm
 from .mlp import MLPParams, MLPSpec
-from .window_attention import MASKED, Cut, Padding
+from .window_attention import MASKED, NO_WINDOWS, Cut, Padding
 
 
 def gate(y: Tensor, rows: Tensor | None) -> Tensor:
@@ -48,13 +48,20 @@ def mlp_branch(
     return x + gate(y, rows) if scope == "branch" else gate(x + y, rows)
 
 
-def attention(x: Tensor, rows: Tensor | None, heads: Tensor | None, p: AttentionParams, spec: AttentionSpec) -> Tensor:
+def attention(
+    x: Tensor, rows: Tensor | None, heads: Tensor | None, p: AttentionParams, spec: AttentionSpec, cut: Cut = NO_WINDOWS
+) -> Tensor:
     """Softmax attention with the attention map written out (Eq. 14, 15), its gradient gated by the rule."""
     n = norm(x, p.norm_weight, p.norm_bias, spec.norm)
     q, k, v = F.linear(n, p.qkv_weight, p.qkv_bias).unflatten(-1, (3, spec.heads, -1)).permute(2, 0, 3, 1, 4)
     if spec.qk_norm is not None:
         q = norm(q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm)
         k = norm(k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm)
+    if cut.places is not None:
+        assert p.score_bias is not None
+        kept_keys = rows if spec.rule.key_rows else None
+        o = window_attention(q, k, v, p.score_bias, padding_of(p, spec), cut, spec.softmax_scale, kept_keys)
+        return project_heads(o, None, p, spec)
     m = q @ k.transpose(-2, -1) * spec.softmax_scale
     if spec.rule.key_rows and rows is not None:
         m, v = drop_qkv(m, v, mask(rows, x.shape[:2])[:, None])
@@ -86,9 +93,10 @@ def attention_branch(
     heads: Tensor | None = None,
     factor: Tensor | None = None,
     scope: str = "branch",
+    cut: Cut = NO_WINDOWS,
 ) -> Tensor:
     """``x + gate(attention(x))``, or ``gate(x + attention(x))`` in scope "block"; the rule says what is gated."""
-    y = per_sample(attention(x, rows, heads, p, spec), factor)
+    y = per_sample(attention(x, rows, heads, p, spec, cut), factor)
     rows = rows if spec.rule.query_rows else None
     return x + gate(y, rows) if scope == "branch" else gate(x + y, rows)
 
@@ -102,10 +110,11 @@ def transformer_block(
     spec2: MLPSpec,
     factors: tuple[Tensor | None, Tensor | None] = (None, None),
     scope: str = "branch",
+    cut: Cut = NO_WINDOWS,
 ) -> Tensor:
     """The attention branch, then the MLP branch, on the same kept rows."""
     attention_factor, mlp_factor = factors
-    x = attention_branch(x, rows, p1, spec1, None, attention_factor, scope)
+    x = attention_branch(x, rows, p1, spec1, None, attention_factor, scope, cut)
     return mlp_branch(x, rows, p2, spec2, mlp_factor, scope)
 
 

@@ -34,6 +34,9 @@ class Cut(NamedTuple):
     kept: Grad = None
 
 
+NO_WINDOWS = Cut()
+
+
 class Padding(NamedTuple):
     """The key and the value of every slot of padding; or their gradients."""
 
@@ -72,7 +75,8 @@ class WindowAttention:
         queries = cut.places if cut.kept is None else cut.kept
         keys = cut.kept if kept_keys else cut.places
         padding = None if kept_keys else padding
-        assert queries is not None and keys is not None
+        assert queries is not None
+        assert keys is not None
         rows, columns = q.shape[2], k.shape[2]
         q, do, o = (gather(t, queries) for t in (q, do, o))
         k, v = gather(k, keys, padding and padding.k), gather(v, keys, padding and padding.v)

@@ -1,7 +1,8 @@
 """Triton kernels for attention in windows, launched by ``window_launches.py``.
 
-A program has one head of one window, or a tile of it. Rows are ``[rows, heads · D]`` and read where they are: ``*_row``
-is the distance from one to the next. Arithmetic is in float32 whatever is stored.
+A program has a head and a window, or a tile of it, of some samples in turn. Where the window is one tile (WHOLE), what
+is added to its scores stays in registers for all of them. Rows are ``[rows, heads · D]`` and read where they are:
+``*_row`` is the distance from one to the next. Arithmetic is in float32 whatever is stored.
 """
 
 import triton
@@ -14,168 +15,171 @@ ACROSS = tl.constexpr(MASKED)
 
 @triton.jit
 def locate(
-    i, sample, w, places, slots, kept, n, size, WINDOWS: tl.constexpr, AREA: tl.constexpr, COUNT: tl.constexpr,
-    KEPT: tl.constexpr, SHARED: tl.constexpr,
+    i, of, w, places, slots, kept, rows,
+    WINDOWS: tl.constexpr, AREA: tl.constexpr, COUNT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Of the slots i of a window, or of its kept ones: their numbers in it, their rows, whether they are rows, and
-    which padding they are if not."""
+    """Of the slots i of a window, or of its kept ones: their numbers in it, their rows in a sample, which of them are
+    there at all, and which are rows; the others are padding."""
     inside = i < COUNT
     if KEPT:
-        of = 0 if SHARED else sample
-        slot = tl.load(slots + (of * WINDOWS + w) * COUNT + i, inside, 0)
-        place = tl.load(kept + w * COUNT + i, inside, 0)
-        rows = size
+        slot = tl.load(slots + (of * WINDOWS + w) * COUNT + i, inside, 0).to(tl.int32)
+        place = tl.load(kept + w * COUNT + i, inside, 0).to(tl.int32)
     else:
-        slot = i.to(tl.int64)
-        place = tl.load(places + w * AREA + i, inside, 0)
-        rows = n
-    return slot, sample * rows + place, inside & (place < rows), inside, place - rows
+        slot = i
+        place = tl.load(places + w * AREA + i, inside, 0).to(tl.int32)
+    return slot, place, inside, inside & (place < rows)
 
 
 @triton.jit
-def load_rows(x, row, distance, is_row, head, d, D: tl.constexpr):
-    return tl.load(x + row[:, None] * distance + head * D + d[None, :], is_row[:, None] & (d < D)[None, :], 0.0)
-
-
-@triton.jit
-def load_keys(x, padding, row, distance, is_row, inside, head, d, D: tl.constexpr, PADDED: tl.constexpr):
-    """Rows of keys or values; padding's where there is no row."""
-    found = load_rows(x, row, distance, is_row, head, d, D)
-    if PADDED:
-        beyond = tl.load(padding + head * D + d, d < D, 0.0).to(x.dtype.element_ty)
-        found = tl.where((inside & (is_row == 0))[:, None], beyond[None, :], found)
+def added(
+    bias, regions, head, w, slot_q, slot_k, asks, seen, AREA: tl.constexpr, HAS_REGIONS: tl.constexpr,
+):  # fmt: skip
+    """What is added to scores: bias and mask, −inf where there is no pair."""
+    here = asks[:, None] & seen[None, :]
+    found = tl.load(bias + head * AREA * AREA + slot_q[:, None] * AREA + slot_k[None, :], here, float("-inf"))
+    found = found.to(tl.float32)
+    if HAS_REGIONS:
+        of_q = tl.load(regions + w * AREA + slot_q, asks, 0).to(tl.int32)
+        of_k = tl.load(regions + w * AREA + slot_k, seen, 0).to(tl.int32)
+        found += tl.where(of_q[:, None] != of_k[None, :], ACROSS, 0.0)
     return found
 
 
 @triton.jit
-def scores(
-    tq, tk, bias, regions, head, w, slot_q, slot_k, seen_q, seen_k, scale, AREA: tl.constexpr,
-    HAS_REGIONS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    s = tl.dot(tq, tl.trans(tk), input_precision=PRECISION) * scale
-    here = seen_q[:, None] & seen_k[None, :]
-    s += tl.load(bias + head * AREA * AREA + slot_q[:, None] * AREA + slot_k[None, :], here, 0.0).to(tl.float32)
-    if HAS_REGIONS:
-        of_q = tl.load(regions + w * AREA + slot_q, seen_q, 0)
-        of_k = tl.load(regions + w * AREA + slot_k, seen_k, 0)
-        s += tl.where(of_q[:, None] != of_k[None, :], ACROSS, 0.0)
-    return s
+def load_rows(x, first, place, distance, is_row, head, d, D: tl.constexpr):
+    """Of the sample whose first row is given."""
+    at = x + first * distance + head * D
+    return tl.load(at + place[:, None] * distance + d[None, :], is_row[:, None] & (d < D)[None, :], 0.0)
+
+
+@triton.jit
+def load_keys(x, padding, first, place, distance, seen, is_row, head, d, D: tl.constexpr, PADDED: tl.constexpr):
+    """The same of keys or values; padding's where there is no row."""
+    found = load_rows(x, first, place, distance, is_row, head, d, D)
+    if PADDED:
+        beyond = tl.load(padding + head * D + d, d < D, 0.0).to(x.dtype.element_ty)
+        found = tl.where((seen & (is_row == 0))[:, None], beyond[None, :], found)
+    return found
+
+
+@triton.jit
+def store_rows(x, first, place, is_row, head, d, value, HEADS: tl.constexpr, D: tl.constexpr):
+    at = x + first * (HEADS * D) + head * D
+    here = is_row[:, None] & (d < D)[None, :]
+    tl.store(at + place[:, None] * (HEADS * D) + d[None, :], value.to(x.dtype.element_ty), here)
 
 
 @triton.jit
 def window_forward(
-    q, k, v, bias, pad_k, pad_v, places, regions, o, lse, q_row, k_row, v_row, n, scale,
+    q, k, v, bias, pad_k, pad_v, places, regions, o, lse, q_row, k_row, v_row, n, batch, samples, scale,
     WINDOWS: tl.constexpr, AREA: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
-    HAS_REGIONS: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_REGIONS: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (window, tile of queries, head), the heads of a window side by side."""
+    """Program (some samples, window, tile of queries, head), the heads of a window side by side."""
     tiles: tl.constexpr = (AREA + QUERIES - 1) // QUERIES
     head = tl.program_id(0) % HEADS
     tile = tl.program_id(0) // HEADS % tiles
-    window = tl.program_id(0) // (HEADS * tiles)
-    sample, w = window // WINDOWS, window % WINDOWS
+    w = tl.program_id(0) // (HEADS * tiles) % WINDOWS
+    begin = tl.program_id(0) // (HEADS * tiles * WINDOWS) * samples
     d = tl.arange(0, WIDTH)
     i = tile * QUERIES + tl.arange(0, QUERIES)
-    slot_q, row_q, asks, inside_q, _ = locate(
-        i, sample, w, places, None, None, n, n, WINDOWS, AREA, AREA, False, True
-    )
-    tq = load_rows(q, row_q, q_row, asks, head, d, D)
-    highest = tl.full([QUERIES], float("-inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    out = tl.zeros([QUERIES, WIDTH], tl.float32)
-    for start in range(0, AREA, KEYS):
-        j = start + tl.arange(0, KEYS)
-        slot_k, row_k, is_row, seen, _ = locate(
-            j, sample, w, places, None, None, n, n, WINDOWS, AREA, AREA, False, True
-        )
-        tk = load_keys(k, pad_k, row_k, k_row, is_row, seen, head, d, D, PADDED)
-        tv = load_keys(v, pad_v, row_k, v_row, is_row, seen, head, d, D, PADDED)
-        s = scores(tq, tk, bias, regions, head, w, slot_q, slot_k, inside_q, seen, scale, AREA, HAS_REGIONS, PRECISION)
-        s = tl.where(seen[None, :], s, float("-inf"))
-        higher = tl.maximum(highest, tl.max(s, 1))
-        shrink = tl.exp(highest - higher)
-        p = tl.exp(s - higher[:, None])
-        total = total * shrink + tl.sum(p, 1)
-        out = out * shrink[:, None] + tl.dot(p.to(tv.dtype), tv, input_precision=PRECISION)
-        highest = higher
-    here = asks[:, None] & (d < D)[None, :]
-    out = out / total[:, None]
-    tl.store(o + row_q[:, None] * (HEADS * D) + head * D + d[None, :], out.to(o.dtype.element_ty), here)
-    tl.store(lse + row_q * HEADS + head, highest + tl.log(total), asks)
+    slot_q, place_q, inside, asks = locate(i, 0, w, places, None, None, n, WINDOWS, AREA, AREA, False)
+    j = tl.arange(0, KEYS)
+    slot_k, place_k, seen, is_row = locate(j, 0, w, places, None, None, n, WINDOWS, AREA, AREA, False)
+    extra = tl.zeros([QUERIES, KEYS], tl.float32)
+    if WHOLE:
+        extra = added(bias, regions, head, w, slot_q, slot_k, inside, seen, AREA, HAS_REGIONS)
+    for sample in range(begin, tl.minimum(begin + samples, batch)):
+        first = tl.full([], 0, tl.int64) + sample * n
+        tq = load_rows(q, first, place_q, q_row, asks, head, d, D)
+        highest = tl.full([QUERIES], float("-inf"), tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        out = tl.zeros([QUERIES, WIDTH], tl.float32)
+        for start in range(0, AREA, KEYS):
+            if not WHOLE:
+                slot_k, place_k, seen, is_row = locate(
+                    start + j, 0, w, places, None, None, n, WINDOWS, AREA, AREA, False
+                )
+                extra = added(bias, regions, head, w, slot_q, slot_k, inside, seen, AREA, HAS_REGIONS)
+            tk = load_keys(k, pad_k, first, place_k, k_row, seen, is_row, head, d, D, PADDED)
+            tv = load_keys(v, pad_v, first, place_k, v_row, seen, is_row, head, d, D, PADDED)
+            s = tl.dot(tq, tl.trans(tk), input_precision=PRECISION) * scale + extra
+            s = tl.where(inside[:, None], s, 0.0)  # a row of −inf has no maximum
+            higher = tl.maximum(highest, tl.max(s, 1))
+            p = tl.exp(s - higher[:, None])
+            shrink = tl.exp(highest - higher)
+            total = total * shrink + tl.sum(p, 1)
+            out = out * shrink[:, None] + tl.dot(p.to(tv.dtype), tv, input_precision=PRECISION)
+            highest = higher
+        store_rows(o, first, place_q, asks, head, d, out / total[:, None], HEADS, D)
+        tl.store(lse + (first + place_q) * HEADS + head, highest + tl.log(total), asks)
 
 
 @triton.jit
 def window_backward(
     do, q, k, v, o, lse, bias, pad_k, pad_v, places, regions, slots, kept, dq, dk, dv, d_pad_k, d_pad_v, d_bias,
-    do_row, q_row, k_row, v_row, o_row, n, size, batch, scale,
+    do_row, q_row, k_row, v_row, o_row, rows, columns, batch, samples, scale,
     WINDOWS: tl.constexpr, AREA: tl.constexpr, COUNT_Q: tl.constexpr, COUNT_K: tl.constexpr, HEADS: tl.constexpr,
     D: tl.constexpr, PADDED: tl.constexpr, HAS_REGIONS: tl.constexpr, KEPT_Q: tl.constexpr, KEPT_K: tl.constexpr,
-    SHARED: tl.constexpr, NEEDS_BIAS: tl.constexpr, WHOLE: tl.constexpr, SAMPLES: tl.constexpr,
-    PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+    SHARED: tl.constexpr, NEEDS_BIAS: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV. Program (some samples, window, tile of keys, head); if a window is one tile (WHOLE), dQ and the bias's
-    gradient too, which is summed over the samples first."""
+    """dK and dV; if a window is one tile, dQ and the bias's gradient too, summed over the samples before it is added to
+    the others'. Program (some samples, or one where they keep other rows, window, tile of keys, head)."""
     tiles: tl.constexpr = (COUNT_K + KEYS - 1) // KEYS
     head = tl.program_id(0) % HEADS
     tile = tl.program_id(0) // HEADS % tiles
     w = tl.program_id(0) // (HEADS * tiles) % WINDOWS
-    first = tl.program_id(0) // (HEADS * tiles * WINDOWS) * SAMPLES
-    channels: tl.constexpr = HEADS * D
+    begin = tl.program_id(0) // (HEADS * tiles * WINDOWS) * samples
+    of = 0 if SHARED else begin
     d = tl.arange(0, WIDTH)
     j = tile * KEYS + tl.arange(0, KEYS)
+    slot_k, place_k, seen, is_row = locate(j, of, w, places, slots, kept, columns, WINDOWS, AREA, COUNT_K, KEPT_K)
+    seen = is_row if KEPT_K else seen
+    i = tl.arange(0, QUERIES)
+    slot_q, place_q, _, asks = locate(i, of, w, places, slots, kept, rows, WINDOWS, AREA, COUNT_Q, KEPT_Q)
+    extra = tl.zeros([QUERIES, KEYS], tl.float32)
     d_scores = tl.zeros([QUERIES, KEYS], tl.float32)
-    for sample in range(first, tl.minimum(first + SAMPLES, batch)):
-        slot_k, row_k, is_row, seen, pad = locate(
-            j, sample, w, places, slots, kept, n, size, WINDOWS, AREA, COUNT_K, KEPT_K, SHARED
-        )
-        if KEPT_K:
-            seen = is_row
-        tk = load_keys(k, pad_k, row_k, k_row, is_row, seen, head, d, D, PADDED)
-        tv = load_keys(v, pad_v, row_k, v_row, is_row, seen, head, d, D, PADDED)
+    if WHOLE:
+        extra = added(bias, regions, head, w, slot_q, slot_k, asks, seen, AREA, HAS_REGIONS)
+    for sample in range(begin, tl.minimum(begin + samples, batch)):
+        first = tl.full([], 0, tl.int64) + sample * rows
+        first_k = tl.full([], 0, tl.int64) + sample * columns
+        tk = load_keys(k, pad_k, first_k, place_k, k_row, seen, is_row, head, d, D, PADDED)
+        tv = load_keys(v, pad_v, first_k, place_k, v_row, seen, is_row, head, d, D, PADDED)
         tdk = tl.zeros([KEYS, WIDTH], tl.float32)
         tdv = tl.zeros([KEYS, WIDTH], tl.float32)
         for start in range(0, COUNT_Q, QUERIES):
-            i = start + tl.arange(0, QUERIES)
-            slot_q, row_q, asks, _, _ = locate(
-                i, sample, w, places, slots, kept, n, size, WINDOWS, AREA, COUNT_Q, KEPT_Q, SHARED
-            )
-            tq = load_rows(q, row_q, q_row, asks, head, d, D)
-            tdo = load_rows(do, row_q, do_row, asks, head, d, D)
-            to = load_rows(o, row_q, o_row, asks, head, d, D)
+            if not WHOLE:
+                slot_q, place_q, _, asks = locate(
+                    start + i, of, w, places, slots, kept, rows, WINDOWS, AREA, COUNT_Q, KEPT_Q
+                )
+                extra = added(bias, regions, head, w, slot_q, slot_k, asks, seen, AREA, HAS_REGIONS)
+            tq = load_rows(q, first, place_q, q_row, asks, head, d, D)
+            tdo = load_rows(do, first, place_q, do_row, asks, head, d, D)
+            to = load_rows(o, first, place_q, o_row, asks, head, d, D)
             delta = tl.sum(tdo.to(tl.float32) * to.to(tl.float32), 1)
-            s = scores(tq, tk, bias, regions, head, w, slot_q, slot_k, asks, seen, scale, AREA, HAS_REGIONS, PRECISION)
-            log_total = tl.load(lse + row_q * HEADS + head, asks, 0.0)
-            p = tl.where(asks[:, None] & seen[None, :], tl.exp(s - log_total[:, None]), 0.0)
+            log_total = tl.load(lse + (first + place_q) * HEADS + head, asks, 0.0)
+            s = tl.dot(tq, tl.trans(tk), input_precision=PRECISION) * scale + extra
+            p = tl.exp(s - log_total[:, None])
             tdv += tl.dot(tl.trans(p.to(tdo.dtype)), tdo, input_precision=PRECISION)
             ds = p * (tl.dot(tdo, tl.trans(tv), input_precision=PRECISION) - delta[:, None])
             half = ds.to(tq.dtype)
             tdk += tl.dot(tl.trans(half), tq, input_precision=PRECISION)
             if WHOLE:
                 tdq = tl.dot(half, tk, input_precision=PRECISION) * scale
-                at = row_q[:, None] * channels + head * D + d[None, :]
-                tl.store(dq + at, tdq.to(dq.dtype.element_ty), asks[:, None] & (d < D)[None, :])
+                store_rows(dq, first, place_q, asks, head, d, tdq, HEADS, D)
                 if NEEDS_BIAS:
                     d_scores += ds
         tdk *= scale
-        at = row_k[:, None] * channels + head * D + d[None, :]
-        here = is_row[:, None] & (d < D)[None, :]
-        tl.store(dk + at, tdk.to(dk.dtype.element_ty), here)
-        tl.store(dv + at, tdv.to(dv.dtype.element_ty), here)
+        store_rows(dk, first_k, place_k, is_row, head, d, tdk, HEADS, D)
+        store_rows(dv, first_k, place_k, is_row, head, d, tdv, HEADS, D)
         if PADDED:
-            at = (sample * (WINDOWS * AREA - n) + pad)[:, None] * channels + head * D + d[None, :]
-            here = (seen & (is_row == 0))[:, None] & (d < D)[None, :]
-            tl.store(d_pad_k + at, tdk, here)
-            tl.store(d_pad_v + at, tdv, here)
+            beyond = tl.full([], 0, tl.int64) + sample * (WINDOWS * AREA - columns)
+            store_rows(d_pad_k, beyond, place_k - columns, seen & (is_row == 0), head, d, tdk, HEADS, D)
+            store_rows(d_pad_v, beyond, place_k - columns, seen & (is_row == 0), head, d, tdv, HEADS, D)
     if WHOLE and NEEDS_BIAS:
-        i = tl.arange(0, QUERIES)
-        slot_q, _, asks, _, _ = locate(
-            i, first, w, places, slots, kept, n, size, WINDOWS, AREA, COUNT_Q, KEPT_Q, SHARED
-        )
-        slot_k, _, is_row, seen, _ = locate(
-            j, first, w, places, slots, kept, n, size, WINDOWS, AREA, COUNT_K, KEPT_K, SHARED
-        )
-        if KEPT_K:
-            seen = is_row
         at = d_bias + head * AREA * AREA + slot_q[:, None] * AREA + slot_k[None, :]
         tl.atomic_add(at, d_scores, asks[:, None] & seen[None, :], sem="relaxed")
 
@@ -183,45 +187,42 @@ def window_backward(
 @triton.jit
 def window_backward_queries(
     do, q, k, v, o, lse, bias, pad_k, pad_v, places, regions, slots, kept, dq, d_bias,
-    do_row, q_row, k_row, v_row, o_row, n, size, scale,
+    do_row, q_row, k_row, v_row, o_row, rows, columns, scale,
     WINDOWS: tl.constexpr, AREA: tl.constexpr, COUNT_Q: tl.constexpr, COUNT_K: tl.constexpr, HEADS: tl.constexpr,
     D: tl.constexpr, PADDED: tl.constexpr, HAS_REGIONS: tl.constexpr, KEPT_Q: tl.constexpr, KEPT_K: tl.constexpr,
     SHARED: tl.constexpr, NEEDS_BIAS: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """dQ and the bias's gradient, where a window has several tiles. Program (window, tile of queries, head)."""
+    """dQ and the bias's gradient, where a window has several tiles. Program (sample, window, tile of queries, head)."""
     tiles: tl.constexpr = (COUNT_Q + QUERIES - 1) // QUERIES
     head = tl.program_id(0) % HEADS
     tile = tl.program_id(0) // HEADS % tiles
-    window = tl.program_id(0) // (HEADS * tiles)
-    sample, w = window // WINDOWS, window % WINDOWS
+    w = tl.program_id(0) // (HEADS * tiles) % WINDOWS
+    sample = tl.program_id(0) // (HEADS * tiles * WINDOWS)
+    of = 0 if SHARED else sample
     d = tl.arange(0, WIDTH)
     i = tile * QUERIES + tl.arange(0, QUERIES)
-    slot_q, row_q, asks, _, _ = locate(
-        i, sample, w, places, slots, kept, n, size, WINDOWS, AREA, COUNT_Q, KEPT_Q, SHARED
-    )
-    tq = load_rows(q, row_q, q_row, asks, head, d, D)
-    tdo = load_rows(do, row_q, do_row, asks, head, d, D)
-    to = load_rows(o, row_q, o_row, asks, head, d, D)
+    slot_q, place_q, _, asks = locate(i, of, w, places, slots, kept, rows, WINDOWS, AREA, COUNT_Q, KEPT_Q)
+    first = tl.full([], 0, tl.int64) + sample * rows
+    first_k = tl.full([], 0, tl.int64) + sample * columns
+    tq = load_rows(q, first, place_q, q_row, asks, head, d, D)
+    tdo = load_rows(do, first, place_q, do_row, asks, head, d, D)
+    to = load_rows(o, first, place_q, o_row, asks, head, d, D)
     delta = tl.sum(tdo.to(tl.float32) * to.to(tl.float32), 1)
-    log_total = tl.load(lse + row_q * HEADS + head, asks, 0.0)
+    log_total = tl.load(lse + (first + place_q) * HEADS + head, asks, 0.0)
     tdq = tl.zeros([QUERIES, WIDTH], tl.float32)
     for start in range(0, COUNT_K, KEYS):
         j = start + tl.arange(0, KEYS)
-        slot_k, row_k, is_row, seen, _ = locate(
-            j, sample, w, places, slots, kept, n, size, WINDOWS, AREA, COUNT_K, KEPT_K, SHARED
-        )
-        if KEPT_K:
-            seen = is_row
-        tk = load_keys(k, pad_k, row_k, k_row, is_row, seen, head, d, D, PADDED)
-        tv = load_keys(v, pad_v, row_k, v_row, is_row, seen, head, d, D, PADDED)
-        s = scores(tq, tk, bias, regions, head, w, slot_q, slot_k, asks, seen, scale, AREA, HAS_REGIONS, PRECISION)
-        here = asks[:, None] & seen[None, :]
-        p = tl.where(here, tl.exp(s - log_total[:, None]), 0.0)
+        slot_k, place_k, seen, is_row = locate(j, of, w, places, slots, kept, columns, WINDOWS, AREA, COUNT_K, KEPT_K)
+        seen = is_row if KEPT_K else seen
+        extra = added(bias, regions, head, w, slot_q, slot_k, asks, seen, AREA, HAS_REGIONS)
+        tk = load_keys(k, pad_k, first_k, place_k, k_row, seen, is_row, head, d, D, PADDED)
+        tv = load_keys(v, pad_v, first_k, place_k, v_row, seen, is_row, head, d, D, PADDED)
+        s = tl.dot(tq, tl.trans(tk), input_precision=PRECISION) * scale + extra
+        p = tl.exp(s - log_total[:, None])
         ds = p * (tl.dot(tdo, tl.trans(tv), input_precision=PRECISION) - delta[:, None])
         tdq += tl.dot(ds.to(tk.dtype), tk, input_precision=PRECISION)
         if NEEDS_BIAS:
             at = d_bias + head * AREA * AREA + slot_q[:, None] * AREA + slot_k[None, :]
-            tl.atomic_add(at, ds, here, sem="relaxed")
-    at = row_q[:, None] * (HEADS * D) + head * D + d[None, :]
-    tl.store(dq + at, (tdq * scale).to(dq.dtype.element_ty), asks[:, None] & (d < D)[None, :])
+            tl.atomic_add(at, ds, asks[:, None] & seen[None, :], sem="relaxed")
+    store_rows(dq, first, place_q, asks, head, d, tdq * scale, HEADS, D)

@@ -1,22 +1,22 @@
-"""Attention in windows on a GPU: what each pass allocates, and the kernels of ``window_kernels.py`` that it launches."""
+"""Attention in windows on a GPU: what each pass allocates, and the kernels of ``window_kernels.py`` it launches."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .sdpa import rows_first
 from .window_attention import Cut, Padding, WindowAttention, WindowGradients
 
 TILE = 64
-SAMPLES = 8  # whose gradients of the bias a program sums before it adds them to the others'
+WARPS = {"num_warps": 4, "num_stages": 2}
+PROGRAMS, SAMPLES = 2048, 16  # enough to fill a GPU; at most so many samples share what a program has read
 
 
 def launch(kernel: str, programs: int, **arguments: Any) -> None:
     """The kernel of that name in ``window_kernels.py``, which needs Triton."""
     from . import window_kernels
 
-    getattr(window_kernels, kernel)[(programs,)](**arguments)
+    getattr(window_kernels, kernel)[(programs,)](**WARPS | arguments)
 
 
 class KernelWindowAttention(WindowAttention):
@@ -34,14 +34,15 @@ class KernelWindowAttention(WindowAttention):
         q, k, v = by_rows(q), by_rows(k), by_rows(v)
         o = torch.empty(batch, n, heads, width, dtype=q.dtype, device=q.device)
         lse = torch.empty(batch, n, heads, dtype=torch.float32, device=q.device)
-        tiles = {"QUERIES": tile(area), "KEYS": tile(area), "WIDTH": power(width)}
+        whole = area <= TILE
+        samples = samples_of(batch, windows * heads) if whole else 1
         self.launch(
-            "window_forward", batch * windows * heads * -(-area // tile(area)),
+            "window_forward", -(-batch // samples) * windows * heads * -(-area // tile(area)),
             q=q, k=k, v=v, bias=bias.contiguous(), **padding_arguments(padding),
             places=cut.places, regions=cut.regions, o=o, lse=lse,
-            q_row=q.stride(2), k_row=k.stride(2), v_row=v.stride(2), n=n, scale=scale,
-            WINDOWS=windows, AREA=area, HEADS=heads, D=width, HAS_REGIONS=cut.regions is not None,
-            PRECISION=precision(q), **tiles,
+            q_row=q.stride(2), k_row=k.stride(2), v_row=v.stride(2), n=n, batch=batch, samples=samples, scale=scale,
+            WINDOWS=windows, AREA=area, HEADS=heads, D=width, HAS_REGIONS=cut.regions is not None, WHOLE=whole,
+            PRECISION=precision(q), QUERIES=tile(area), KEYS=tile(area), WIDTH=power(width),
         )  # fmt: skip
         return o.transpose(1, 2), lse.transpose(1, 2)
 
@@ -59,7 +60,7 @@ class KernelWindowAttention(WindowAttention):
         count_k = count_q if kept_keys else area
         shared = cut.slots is None or cut.slots.shape[0] == 1
         whole = count_q <= TILE and count_k <= TILE
-        samples = SAMPLES if shared and whole else 1
+        samples = samples_of(batch, windows * heads) if shared and whole else 1
         beyond = 0 if padding is None else area * windows - columns
         do, q, k, v, o = (by_rows(t) for t in (do, q, k, v, o))
 
@@ -74,19 +75,18 @@ class KernelWindowAttention(WindowAttention):
             **padding_arguments(padding),
             places=cut.places, regions=cut.regions, slots=cut.slots, kept=cut.kept, dq=dq, d_bias=d_bias,
             do_row=do.stride(2), q_row=q.stride(2), k_row=k.stride(2), v_row=v.stride(2), o_row=o.stride(2),
-            n=columns, size=rows, scale=scale, WINDOWS=windows, AREA=area, COUNT_Q=count_q, COUNT_K=count_k, HEADS=heads,
-            D=width, HAS_REGIONS=cut.regions is not None, KEPT_Q=cut.slots is not None, KEPT_K=kept_keys,
+            rows=rows, columns=columns, scale=scale,
+            WINDOWS=windows, AREA=area, COUNT_Q=count_q, COUNT_K=count_k, HEADS=heads, D=width,
+            HAS_REGIONS=cut.regions is not None, KEPT_Q=cut.slots is not None, KEPT_K=kept_keys,
             SHARED=shared, NEEDS_BIAS=needs_bias, PRECISION=precision(q),
             QUERIES=tile(count_q), KEYS=tile(count_k), WIDTH=power(width),
         )  # fmt: skip
         self.launch(
             "window_backward", -(-batch // samples) * windows * heads * -(-count_k // tile(count_k)), **arguments,
-            dk=dk, dv=dv, d_pad_k=d_pad_k, d_pad_v=d_pad_v, batch=batch, WHOLE=whole, SAMPLES=samples,
+            dk=dk, dv=dv, d_pad_k=d_pad_k, d_pad_v=d_pad_v, batch=batch, samples=samples, WHOLE=whole,
         )  # fmt: skip
         if not whole:
-            self.launch(
-                "window_backward_queries", batch * windows * heads * -(-count_q // tile(count_q)), **arguments
-            )
+            self.launch("window_backward_queries", batch * windows * heads * -(-count_q // tile(count_q)), **arguments)
         pads = None if d_pad_k is None or d_pad_v is None else Padding(d_pad_k.sum(0), d_pad_v.sum(0))
         return WindowGradients(dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), d_bias, pads)
 
@@ -99,7 +99,13 @@ def padding_arguments(padding: Padding | None) -> dict[str, Any]:
 def by_rows(x: Tensor) -> Tensor:
     """``[B, H, N, D]`` whose heads lie side by side in every row, and rows at equal distances."""
     _, _, n, width = x.shape
-    return x if x.stride(3) == 1 and x.stride(1) == width and x.stride(0) == n * x.stride(2) else rows_first(x)
+    lies_so = x.stride(3) == 1 and x.stride(1) == width and x.stride(0) == n * x.stride(2)
+    return x if lies_so else x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def samples_of(batch: int, programs: int) -> int:
+    """How many samples a program takes in turn, where there are so many programs for each."""
+    return max(1, min(SAMPLES, batch * programs // PROGRAMS))
 
 
 def power(size: int) -> int:

@@ -23,21 +23,17 @@ from ..sampling.masks import Kept
 from .sampled import SampledBlock, Sampling, runs
 from .site import Strategy, original, refuse
 
+Factors = tuple[Tensor | None, Tensor | None]
+BlockParts = tuple[AttentionParams, AttentionSpec, MLPParams, MLPSpec, Factors]
+
 
 @runs(L.TransformerBlock)
 class TransformerBlock(SampledBlock):
     def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        parts: L.TransformerBlock = self.description
         batch, positions = x.shape[:2]
         kept = self.sampling.kept(batch, positions)
         options = self.sampling.options(kept.rows, batch, positions)
-        attention, attention_spec = attention_of(module, parts, self.sampling.rule)
-        mlp, mlp_spec = mlp_of(module, parts.norm2, parts)
-        mlp = mlp._replace(scale=find(module, parts.scale2))
-        factors = (
-            drop_factor(find(module, parts.drop1), x, attention.scale),
-            drop_factor(find(module, parts.drop2), x, mlp.scale),
-        )
+        attention, attention_spec, mlp, mlp_spec, factors = self.parts(module, x)
         if not attention_spec.rule.heads:
             return transformer_block(
                 x, kept.rows, attention, attention_spec, mlp, mlp_spec,
@@ -45,6 +41,18 @@ class TransformerBlock(SampledBlock):
             )  # fmt: skip
         x = attention_branch(x, None, attention, attention_spec, heads=kept.heads, factor=factors[0], options=options)
         return mlp_branch(x, kept.rows, mlp, mlp_spec, inverse=kept.inverse, factor=factors[1], options=options)
+
+    def parts(self, module: nn.Module, x: Tensor) -> BlockParts:
+        """What the op takes of the module, and stochastic depth drawn for x."""
+        names: L.TransformerBlock = self.description
+        attention, attention_spec = attention_of(module, names, self.sampling.rule)
+        mlp, mlp_spec = mlp_of(module, names.norm2, names)
+        mlp = mlp._replace(scale=find(module, names.scale2))
+        factors = (
+            drop_factor(find(module, names.drop1), x, attention.scale),
+            drop_factor(find(module, names.drop2), x, mlp.scale),
+        )
+        return attention, attention_spec, mlp, mlp_spec, factors
 
 
 @runs(L.ConvBlock)
@@ -188,7 +196,7 @@ def mlp_of(block: nn.Module, norm_name: str, parts: Any) -> tuple[MLPParams, MLP
 
 def drop_factor(drop_path: nn.Module | None, x: Tensor, scale: Tensor | None) -> Tensor | None:
     """Stochastic depth's factor per sample, drawn by the model's own module: the same randomness is consumed."""
-    if drop_path is None or isinstance(drop_path, nn.Identity):
+    if drop_path is None or isinstance(drop_path, nn.Identity) or getattr(drop_path, "p", 1) == 0:
         return None
     dtype = autocast_dtype(x) or x.dtype
     dtype = dtype if scale is None else torch.promote_types(dtype, scale.dtype)
