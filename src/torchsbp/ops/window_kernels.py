@@ -3,6 +3,9 @@
 A program has a head and a window, or a tile of it, of some samples in turn. Where the window is one tile (WHOLE), what
 is added to its scores stays in registers for all of them. Rows are ``[rows, heads · D]`` and read where they are:
 ``*_row`` is the distance from one to the next. Arithmetic is in float32 whatever is stored.
+
+A table has the row in every slot, or in every kept one; what is no row of the sample is padding. Tables are loaded by
+kernels, not by functions of theirs: what these return, a compiler takes for addresses in all of their arguments.
 """
 
 import triton
@@ -11,23 +14,6 @@ import triton.language as tl
 from .window_attention import MASKED
 
 ACROSS = tl.constexpr(MASKED)
-
-
-@triton.jit
-def locate(
-    i, of, w, places, slots, kept, rows,
-    WINDOWS: tl.constexpr, AREA: tl.constexpr, COUNT: tl.constexpr, KEPT: tl.constexpr,
-):  # fmt: skip
-    """Of the slots i of a window, or of its kept ones: their numbers in it, their rows in a sample, which of them are
-    there at all, and which are rows; the others are padding."""
-    inside = i < COUNT
-    if KEPT:
-        slot = tl.load(slots + (of * WINDOWS + w) * COUNT + i, inside, 0).to(tl.int32)
-        place = tl.load(kept + w * COUNT + i, inside, 0).to(tl.int32)
-    else:
-        slot = i
-        place = tl.load(places + w * AREA + i, inside, 0).to(tl.int32)
-    return slot, place, inside, inside & (place < rows)
 
 
 @triton.jit
@@ -71,7 +57,7 @@ def store_rows(x, first, place, is_row, head, d, value, HEADS: tl.constexpr, D: 
 
 @triton.jit
 def window_forward(
-    q, k, v, bias, pad_k, pad_v, places, regions, o, lse, q_row, k_row, v_row, n, batch, samples, scale,
+    q, k, v, bias, pad_k, pad_v, table, regions, o, lse, q_row, k_row, v_row, n, batch, samples, scale,
     WINDOWS: tl.constexpr, AREA: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
     HAS_REGIONS: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
@@ -84,12 +70,14 @@ def window_forward(
     begin = tl.program_id(0) // (HEADS * tiles * WINDOWS) * samples
     d = tl.arange(0, WIDTH)
     i = tile * QUERIES + tl.arange(0, QUERIES)
-    slot_q, place_q, inside, asks = locate(i, 0, w, places, None, None, n, WINDOWS, AREA, AREA, False)
     j = tl.arange(0, KEYS)
-    slot_k, place_k, seen, is_row = locate(j, 0, w, places, None, None, n, WINDOWS, AREA, AREA, False)
+    inside, seen = i < AREA, j < AREA
+    place_q = tl.load(table + w * AREA + i, inside, 0).to(tl.int32)
+    place_k = tl.load(table + w * AREA + j, seen, 0).to(tl.int32)
+    asks = inside & (place_q < n)
     extra = tl.zeros([QUERIES, KEYS], tl.float32)
     if WHOLE:
-        extra = added(bias, regions, head, w, slot_q, slot_k, inside, seen, AREA, HAS_REGIONS)
+        extra = added(bias, regions, head, w, i, j, inside, seen, AREA, HAS_REGIONS)
     for sample in range(begin, tl.minimum(begin + samples, batch)):
         first = tl.full([], 0, tl.int64) + sample * n
         tq = load_rows(q, first, place_q, q_row, asks, head, d, D)
@@ -98,10 +86,10 @@ def window_forward(
         out = tl.zeros([QUERIES, WIDTH], tl.float32)
         for start in range(0, AREA, KEYS):
             if not WHOLE:
-                slot_k, place_k, seen, is_row = locate(
-                    start + j, 0, w, places, None, None, n, WINDOWS, AREA, AREA, False
-                )
-                extra = added(bias, regions, head, w, slot_q, slot_k, inside, seen, AREA, HAS_REGIONS)
+                seen = start + j < AREA
+                place_k = tl.load(table + w * AREA + start + j, seen, 0).to(tl.int32)
+                extra = added(bias, regions, head, w, i, start + j, inside, seen, AREA, HAS_REGIONS)
+            is_row = seen & (place_k < n)
             tk = load_keys(k, pad_k, first, place_k, k_row, seen, is_row, head, d, D, PADDED)
             tv = load_keys(v, pad_v, first, place_k, v_row, seen, is_row, head, d, D, PADDED)
             s = tl.dot(tq, tl.trans(tk), input_precision=PRECISION) * scale + extra
@@ -118,7 +106,7 @@ def window_forward(
 
 @triton.jit
 def window_backward(
-    do, q, k, v, o, lse, bias, pad_k, pad_v, places, regions, slots, kept, dq, dk, dv, d_pad_k, d_pad_v, d_bias,
+    do, q, k, v, o, lse, bias, pad_k, pad_v, table_q, table_k, slots, regions, dq, dk, dv, d_pad_k, d_pad_v, d_bias,
     do_row, q_row, k_row, v_row, o_row, rows, columns, batch, samples, scale,
     WINDOWS: tl.constexpr, AREA: tl.constexpr, COUNT_Q: tl.constexpr, COUNT_K: tl.constexpr, HEADS: tl.constexpr,
     D: tl.constexpr, PADDED: tl.constexpr, HAS_REGIONS: tl.constexpr, KEPT_Q: tl.constexpr, KEPT_K: tl.constexpr,
@@ -134,11 +122,15 @@ def window_backward(
     begin = tl.program_id(0) // (HEADS * tiles * WINDOWS) * samples
     of = 0 if SHARED else begin
     d = tl.arange(0, WIDTH)
-    j = tile * KEYS + tl.arange(0, KEYS)
-    slot_k, place_k, seen, is_row = locate(j, of, w, places, slots, kept, columns, WINDOWS, AREA, COUNT_K, KEPT_K)
-    seen = is_row if KEPT_K else seen
     i = tl.arange(0, QUERIES)
-    slot_q, place_q, _, asks = locate(i, of, w, places, slots, kept, rows, WINDOWS, AREA, COUNT_Q, KEPT_Q)
+    j = tile * KEYS + tl.arange(0, KEYS)
+    of_q, of_k = (of * WINDOWS + w) * COUNT_Q, (of * WINDOWS + w) * COUNT_K
+    place_q = tl.load(table_q + w * COUNT_Q + i, i < COUNT_Q, rows).to(tl.int32)
+    place_k = tl.load(table_k + w * COUNT_K + j, j < COUNT_K, columns).to(tl.int32)
+    slot_q = tl.load(slots + of_q + i, i < COUNT_Q, 0).to(tl.int32) if KEPT_Q else i
+    slot_k = tl.load(slots + of_k + j, j < COUNT_K, 0).to(tl.int32) if KEPT_K else j
+    asks, is_row = place_q < rows, place_k < columns
+    seen = is_row if KEPT_K else j < COUNT_K
     extra = tl.zeros([QUERIES, KEYS], tl.float32)
     d_scores = tl.zeros([QUERIES, KEYS], tl.float32)
     if WHOLE:
@@ -152,9 +144,10 @@ def window_backward(
         tdv = tl.zeros([KEYS, WIDTH], tl.float32)
         for start in range(0, COUNT_Q, QUERIES):
             if not WHOLE:
-                slot_q, place_q, _, asks = locate(
-                    start + i, of, w, places, slots, kept, rows, WINDOWS, AREA, COUNT_Q, KEPT_Q
-                )
+                t = start + i
+                place_q = tl.load(table_q + w * COUNT_Q + t, t < COUNT_Q, rows).to(tl.int32)
+                slot_q = tl.load(slots + of_q + t, t < COUNT_Q, 0).to(tl.int32) if KEPT_Q else t
+                asks = place_q < rows
                 extra = added(bias, regions, head, w, slot_q, slot_k, asks, seen, AREA, HAS_REGIONS)
             tq = load_rows(q, first, place_q, q_row, asks, head, d, D)
             tdo = load_rows(do, first, place_q, do_row, asks, head, d, D)
@@ -186,7 +179,7 @@ def window_backward(
 
 @triton.jit
 def window_backward_queries(
-    do, q, k, v, o, lse, bias, pad_k, pad_v, places, regions, slots, kept, dq, d_bias,
+    do, q, k, v, o, lse, bias, pad_k, pad_v, table_q, table_k, slots, regions, dq, d_bias,
     do_row, q_row, k_row, v_row, o_row, rows, columns, scale,
     WINDOWS: tl.constexpr, AREA: tl.constexpr, COUNT_Q: tl.constexpr, COUNT_K: tl.constexpr, HEADS: tl.constexpr,
     D: tl.constexpr, PADDED: tl.constexpr, HAS_REGIONS: tl.constexpr, KEPT_Q: tl.constexpr, KEPT_K: tl.constexpr,
@@ -202,7 +195,10 @@ def window_backward_queries(
     of = 0 if SHARED else sample
     d = tl.arange(0, WIDTH)
     i = tile * QUERIES + tl.arange(0, QUERIES)
-    slot_q, place_q, _, asks = locate(i, of, w, places, slots, kept, rows, WINDOWS, AREA, COUNT_Q, KEPT_Q)
+    of_q, of_k = (of * WINDOWS + w) * COUNT_Q, (of * WINDOWS + w) * COUNT_K
+    place_q = tl.load(table_q + w * COUNT_Q + i, i < COUNT_Q, rows).to(tl.int32)
+    slot_q = tl.load(slots + of_q + i, i < COUNT_Q, 0).to(tl.int32) if KEPT_Q else i
+    asks = place_q < rows
     first = tl.full([], 0, tl.int64) + sample * rows
     first_k = tl.full([], 0, tl.int64) + sample * columns
     tq = load_rows(q, first, place_q, q_row, asks, head, d, D)
@@ -213,8 +209,10 @@ def window_backward_queries(
     tdq = tl.zeros([QUERIES, WIDTH], tl.float32)
     for start in range(0, COUNT_K, KEYS):
         j = start + tl.arange(0, KEYS)
-        slot_k, place_k, seen, is_row = locate(j, of, w, places, slots, kept, columns, WINDOWS, AREA, COUNT_K, KEPT_K)
-        seen = is_row if KEPT_K else seen
+        place_k = tl.load(table_k + w * COUNT_K + j, j < COUNT_K, columns).to(tl.int32)
+        slot_k = tl.load(slots + of_k + j, j < COUNT_K, 0).to(tl.int32) if KEPT_K else j
+        is_row = place_k < columns
+        seen = is_row if KEPT_K else j < COUNT_K
         extra = added(bias, regions, head, w, slot_q, slot_k, asks, seen, AREA, HAS_REGIONS)
         tk = load_keys(k, pad_k, first_k, place_k, k_row, seen, is_row, head, d, D, PADDED)
         tv = load_keys(v, pad_v, first_k, place_k, v_row, seen, is_row, head, d, D, PADDED)

@@ -39,7 +39,7 @@ class KernelWindowAttention(WindowAttention):
         self.launch(
             "window_forward", -(-batch // samples) * windows * heads * -(-area // tile(area)),
             q=q, k=k, v=v, bias=bias.contiguous(), **padding_arguments(padding),
-            places=cut.places, regions=cut.regions, o=o, lse=lse,
+            table=cut.places, regions=cut.regions, o=o, lse=lse,
             q_row=q.stride(2), k_row=k.stride(2), v_row=v.stride(2), n=n, batch=batch, samples=samples, scale=scale,
             WINDOWS=windows, AREA=area, HEADS=heads, D=width, HAS_REGIONS=cut.regions is not None, WHOLE=whole,
             PRECISION=precision(q), QUERIES=tile(area), KEYS=tile(area), WIDTH=power(width),
@@ -73,7 +73,8 @@ class KernelWindowAttention(WindowAttention):
         arguments = dict(
             do=do, q=q, k=k, v=v, o=o, lse=lse.transpose(1, 2).contiguous(), bias=bias.contiguous(),
             **padding_arguments(padding),
-            places=cut.places, regions=cut.regions, slots=cut.slots, kept=cut.kept, dq=dq, d_bias=d_bias,
+            table_q=cut.places if cut.kept is None else cut.kept, table_k=cut.kept if kept_keys else cut.places,
+            slots=cut.slots, regions=cut.regions, dq=dq, d_bias=d_bias,
             do_row=do.stride(2), q_row=q.stride(2), k_row=k.stride(2), v_row=v.stride(2), o_row=o.stride(2),
             rows=rows, columns=columns, scale=scale,
             WINDOWS=windows, AREA=area, COUNT_Q=count_q, COUNT_K=count_k, HEADS=heads, D=width,
