@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .launch import launch
 from .window_attention import Cut, Padding, WindowAttention, WindowGradients
 
 TILE = 64
@@ -12,17 +13,10 @@ WARPS = {"num_warps": 4, "num_stages": 2}
 PROGRAMS, SAMPLES = 2048, 16  # enough to fill a GPU; at most so many samples share what a program has read
 
 
-def launch(kernel: str, programs: int, **arguments: Any) -> None:
-    """The kernel of that name in ``window_kernels.py``, which needs Triton."""
-    from . import window_kernels
-
-    getattr(window_kernels, kernel)[(programs,)](**WARPS | arguments)
-
-
 class KernelWindowAttention(WindowAttention):
     def launch(self, kernel: str, programs: int, **arguments: Any) -> None:
         """Every kernel is launched here, and only here."""
-        launch(kernel, programs, **arguments)
+        launch(kernel, (programs,), **WARPS | arguments)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, padding: Padding | None, cut: Cut, scale: float
