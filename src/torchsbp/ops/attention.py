@@ -179,7 +179,8 @@ def attention_backward(
 
     lse = saved.lse.view(samples, -1, heads).transpose(1, 2)
     do, o = to_heads(do, samples, heads), to_heads(saved.o, samples, heads)
-    dqkv, of_heads = attend_normalised_backward(do, qkv, o, lse, cut, p._replace(qkv_bias=bias), spec, needs)
+    p = p._replace(qkv_bias=bias)
+    dqkv, of_heads = attend_normalised_backward(do, qkv, o, lse, saved.rows, cut, p, spec, needs)
     del qkv, do, o
     dq, dk, dv = (R.flat(to_rows(g)).to(n.y.dtype) for g in dqkv)
     del dqkv
@@ -243,6 +244,7 @@ def attention_gradients(
         proj_bias=last.bias,
         scale=last.scale,
         score_bias=products.heads.score_bias,
+        rope=products.heads.rope,
     )
 
 

@@ -15,6 +15,7 @@ from .downsample import DownsampleParams, DownsampleSpec
 from .heads import AttentionParams, AttentionSpec, padding_of
 from .layers import norm
 from .mlp import MLPParams, MLPSpec
+from .rotary import turned
 from .window_attention import MASKED, NO_WINDOWS, Cut, Padding
 
 
@@ -57,6 +58,9 @@ def attention(
     if spec.qk_norm is not None:
         q = norm(q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm)
         k = norm(k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm)
+    if p.rope is not None:
+        sin, cos = p.rope.chunk(2, -1)
+        q, k = (t * cos + turned(t, spec.rotate_half) * sin for t in (q, k))
     if cut.places is not None:
         assert p.score_bias is not None
         kept_keys = rows if spec.rule.key_rows else None
