@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .activations import ACTIVATIONS
+from .activations import activation_named
 from .downsample import DownsampleParams, DownsampleSpec
 from .heads import AttentionParams, AttentionSpec, padding_of
 from .layers import norm
@@ -37,7 +37,10 @@ def per_sample(y: Tensor, factor: Tensor | None) -> Tensor:
 
 def mlp(x: Tensor, p: MLPParams, spec: MLPSpec) -> Tensor:
     h = F.linear(norm(x, p.norm_weight, p.norm_bias, spec.norm), p.weight1, p.bias1)
-    y = F.linear(ACTIVATIONS[spec.act].forward(h), p.weight2, p.bias2)
+    g = activation_named(spec.act).forward(h)
+    if spec.inner_norm is not None:
+        g = norm(g, p.inner_norm_weight, p.inner_norm_bias, spec.inner_norm)
+    y = F.linear(g, p.weight2, p.bias2)
     return y if p.scale is None else y * p.scale
 
 
