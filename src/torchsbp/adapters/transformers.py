@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import UsageError
 from .base import Adapter, Description
 from .layouts import Layout, Stage, early_stages, member_names
-from .lean import ConvBlock, DownsampleList, TransformerBlock
+from .lean import ConvBlock, DownsampleList, RotaryBlock, TransformerBlock
 from .names import find
 from .rerun import Mixer, PointwiseBlock, Residual
 
@@ -82,6 +82,7 @@ MLP: Names = {"fc1": "mlp.fc1", "act": "mlp.activation_fn", "fc2": "mlp.fc2"}
 OLD_MLP: Names = {**MLP, "act": "mlp.activation"}
 INTERMEDIATE: Names = {"fc1": "intermediate.dense", "act": "intermediate.intermediate_act_fn", "fc2": "output.dense"}
 LAYER_SCALE: Names = {"scale1": "layer_scale1.lambda1", "scale2": "layer_scale2.lambda1"}
+IGNORED = ("num_items_in_batch", "output_hidden_states", "return_dict")
 DROP_PATH: Names = {"drop1": "drop_path", "drop2": "drop_path"}
 
 
@@ -94,7 +95,7 @@ def block(cls: str, norm1: str, norm2: str, *parts: Names, classes: dict[str, st
         norm1=norm1,
         norm2=norm2,
         classes={name: (cls + kind,) for name, kind in classes.items()},
-        ignored=("num_items_in_batch", "output_hidden_states", "return_dict"),
+        ignored=IGNORED,
         **names,  # type: ignore[arg-type]
     )
 
@@ -199,6 +200,26 @@ def convnext(
     )
 
 
+DINOV3_CLASSES = family("dinov3_vit", "DINOv3ViT")
+
+
+def dinov3_block(mlp: str, **names: Any) -> RotaryBlock:
+    attention_names = attention(
+        *("attention", ("q_proj", "k_proj", "v_proj"), "attention.o_proj", "num_heads", "scaling"),
+        "attention.dropout",
+    )
+    classes = {"attention": "Attention", "mlp": mlp, "layer_scale1": "LayerScale", "layer_scale2": "LayerScale"}
+    parts: Names = {"q_norm": "", "k_norm": "", "act": "mlp.act_fn", "fc2": "mlp.down_proj"}
+    parts |= attention_names | LAYER_SCALE | DROP_PATH | names
+    return RotaryBlock(
+        classes={name: (DINOV3_CLASSES + kind,) for name, kind in classes.items()},
+        ignored=IGNORED,
+        rope="position_embeddings",
+        rotate_half=True,
+        **parts,
+    )
+
+
 REGISTERS_CLASSES = family("dinov2_with_registers", "Dinov2WithRegisters")
 VIDEOMAE_CLASSES = family("videomae", "VideoMAE")
 
@@ -208,7 +229,9 @@ DINOV2 = dinov2("DINOv2", family("dinov2", "Dinov2"), prefix=1)
 DINOV2_REGISTERS = dinov2("DINOv2 with registers", REGISTERS_CLASSES, prefix=class_and_registers)
 DINOV3 = transformer(
     "DINOv3",
-    family("dinov3_vit", "DINOv3ViT"),
+    DINOV3_CLASSES,
+    dinov3_block("MLP", fc1="mlp.up_proj"),
+    dinov3_block("GatedMLP", fc1=("mlp.gate_proj", "mlp.up_proj"), gated=True),
     RERUN,
     prefix=class_and_registers,
     models=BACKBONES,

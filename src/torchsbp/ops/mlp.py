@@ -1,7 +1,8 @@
 """MLP branch: ``y = x + s · gate(γ ∘ (W₂ act(W₁ norm(x) + b₁) + b₂))``, backward on kept rows (Eq. 4, 5).
 
-The activation may be a gate, and may be normalised before W₂. The branch serves ConvNeXt's pointwise convolutions too, where the residual comes from elsewhere (``residual=False``).
-Saved: the kept rows of x; with ``recompute=False`` also the kept rows of the hidden layer.
+The activation may be a gate, and a norm may follow it. The branch serves ConvNeXt's pointwise convolutions too, where
+the residual comes from elsewhere (``residual=False``). Saved: the kept rows of x; with ``recompute=False`` also those
+of the hidden layer.
 """
 
 from typing import Any, NamedTuple
@@ -134,17 +135,17 @@ def mlp_backward(
     overwrite = h is None
     if h is None:
         h = linear(n.y, weight1, bias1, None)
-    dg, inner, of_norm = dy.dz @ weight2, None, (None, None)
+    dg, inner, dw, db = dy.dz @ weight2, None, None, None
     if spec.inner_norm is not None:
         affine = p.inner_norm_weight, p.inner_norm_bias, spec.inner_norm
         inner = norm_again(activation_named(spec.act).forward(h), *affine, h.dtype)
-        dg, *of_norm = norm_backward(dg, inner, *affine, needs.inner_norm_weight, needs.inner_norm_bias)
+        dg, dw, db = norm_backward(dg, inner, *affine, needs.inner_norm_weight, needs.inner_norm_bias)
         dg = dg.to(h.dtype)
     g, dh = steps.activation(h, dg, spec.act, overwrite, total="mlp_hidden")
     del h  # the hidden layer is the widest: no more of it at once than needed
     product = weight_gradient(dy.dy, g if inner is None else inner.y, p.weight2, needs.weight2 or needs.scale)
     del g, inner
-    return dh @ weight1, MLPProducts(weight_gradient(dh, n.y, p.weight1, needs.weight1), product, *of_norm)
+    return dh @ weight1, MLPProducts(weight_gradient(dh, n.y, p.weight1, needs.weight1), product, dw, db)
 
 
 def mlp_gradients(products: MLPProducts, totals: dict[str, Tensor], p: MLPParams, needs: Needs) -> MLPParams:

@@ -1,8 +1,8 @@
 """Rotary embeddings: queries and keys turned by an angle of their position, ``y = x ∘ cos + rot(x) ∘ sin``.
 
 ``rot`` swaps the members of pairs, and one of them changes its sign: neighbours, or with ``half`` those half a head
-apart. As ``rotᵀ = −rot``, ``dx = dy ∘ cos − rot(dy ∘ sin)``. Shapes: x ``[B, H, m, D]``, sine and cosine side by side in
-``rope [N, 2D]``, or ``[H, N, 2D]`` where heads differ; ``rows`` says at which rows x is (None: all, in order).
+apart. As ``rotᵀ = −rot``, ``dx = dy ∘ cos − rot(dy ∘ sin)``. Shapes: x ``[B, H, m, D]``, sine and cosine side by side
+in ``rope [N, 2D]``, or ``[H, N, 2D]`` where heads differ; ``rows`` says at which rows x is (None: all, in order).
 """
 
 import torch
