@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, replace
 
+from torchsbp.cli.recipe import parse
 from torchsbp.train.config import EMA, Config, differences, plain
 from torchsbp.train.tasks.classification import ClassificationOptions, Model
 
@@ -30,4 +31,18 @@ def test_options_within_are_compared_one_by_one():
         "task.model.options.depth=4 instead of 3",
         "task.model.options.embed_dim=None instead of 16",
         "seed=1 instead of 0",
+    ]
+
+
+def test_options_of_train_have_the_spellings_of_the_other_commands():
+    found = parse(
+        "train", ["digits", "--precision", "bf16", "--channels-last=true", "--keep-ratio", "0.25", "--seed=7"]
+    )
+    assert found == parse(
+        "train", ["digits", "--precision=bfloat16", "--channels_last=true", "--sbp.keep_ratio=0.25", "--seed=7"]
+    )
+    assert (found.precision, found.channels_last, found.sbp.keep_ratio, found.seed) == ("bfloat16", True, 0.25, 7)
+    assert [parse("train", ["digits", f"--precision={name}"]).precision for name in ("fp32", "fp16")] == [
+        "float32",
+        "float16",
     ]

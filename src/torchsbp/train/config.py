@@ -137,6 +137,10 @@ class Log:
     """a project's name"""
 
 
+PRECISIONS: dict[str, Any] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""the other names"""
+
+
 @dataclass
 class Config:
     """A training run."""
@@ -155,7 +159,7 @@ class Config:
     ema: EMA = field(default_factory=EMA)
     freeze: list[str] = field(default_factory=list)
     """what is not trained: names of parameters or modules, with * and ?, such as [patch_embed, blocks.0]"""
-    precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    precision: Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] = "bfloat16"
     compile: bool = False
     channels_last: bool = False
     deterministic: bool = False
@@ -177,6 +181,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check(self)
+        self.precision = PRECISIONS.get(self.precision, self.precision)
         if self.out == Path():
             raise UsageError("out is empty, or the current folder; name a folder for the run, such as --out runs/first")
         lr, warmup = self.optimizer.lr, self.schedule.warmup_epochs
