@@ -83,7 +83,9 @@ COMPILED = [
     ("vit", {}),
     ("vit", {"attention": "qkv", "per_sample": True, "sampler": "random"}),
     ("vit", {"attention": "head", "recompute": False}),
+    ("vit", {"attention": "exact", "scale": "rows", "per_sample": "balanced"}),
     ("convnext", {}),
+    ("convnext", {"scale": "rows", "exact_downsampling": True, "per_block": True}),
     ("convnext", {"scope": "block", "recompute": False}),
 ]
 
