@@ -100,6 +100,7 @@ def parser(command: str, task: str) -> "ArgumentParser":
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     result = ArgumentParser(
         prog=f"torchsbp {command}",
+        allow_abbrev=False,
         description=f"torchsbp {command} RECIPE [options]. Recipes: {', '.join(recipes())}, or a YAML file. "
         f"Tasks: {', '.join(tasks.names())}, or package.module:Class; the options of {task} are shown.",
     )
