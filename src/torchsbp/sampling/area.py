@@ -1,7 +1,7 @@
 """Where images end: positions of padding come last in an order, so that none is kept while image is left.
 
-Images ``[h, w]`` lie in the upper left corner of a padded batch ``[H, W]``. A position of a grid ``[g, …]`` belongs to its
-image if it sees a pixel of it: i·H < h·g, in height and width.
+Images ``[h, w]`` lie in the upper left corner of a padded batch ``[H, W]``. A position of a grid ``[g, …]`` belongs to
+its image if it sees a pixel of it: i·H < h·g, in height and width.
 """
 
 import math

@@ -110,6 +110,8 @@ class Trainer(Lasting):
         with self.signals, self.lock() or nullcontext():
             self.resume()
             self.metrics = self.open_metrics()
+            for note in self.task.notes:
+                self.say(note)
             self.bar = tqdm(
                 total=self.steps,
                 initial=self.progress.step,
