@@ -18,7 +18,8 @@ def make_optimizer(parameters: Any, config: Config, steps_per_epoch: int) -> tup
     if schedule.warmup_steps:
         warmup += schedule.warmup_steps / steps_per_epoch
         if warmup >= config.epochs:
-            refuse("schedule.warmup_steps", schedule.warmup_steps, f"below {config.epochs * steps_per_epoch} updates, all")
+            updates = config.epochs * steps_per_epoch
+            refuse("schedule.warmup_steps", schedule.warmup_steps, f"fewer than all updates of the run, {updates}")
     curve = schedule.name in ("cosine", "tanh", "poly")  # from the end of the warm-up to the end of the run
     try:
         made = create_optimizer_v2(

@@ -27,7 +27,7 @@ class Backbone(nn.Module):
         info: Any = body.feature_info
         strides, channels = info.reduction(), info.channels()
         self.body, self.width = body, width
-        self.channels_last = str(body.output_fmt) == "NHWC"
+        self.channels_last = body.output_fmt == "NHWC"
         if len(set(strides)) == 1:  # a plain ViT: its last map in four sizes
             self.maps: tuple[int, ...] = (len(strides) - 1,)
             self.spread: nn.Module = SimplePyramid(channels[-1], strides[-1])

@@ -18,7 +18,7 @@ Sample = dict[str, Any]
 
 
 class Batch(NamedTuple):
-    """``images [B, 3, H, W]``, their ``sizes [B, 2]`` and targets; where they came from, and the sizes they had there."""
+    """``images [B, 3, H, W]``, their ``sizes [B, 2]`` and targets; where they are from, and their sizes there."""
 
     images: Tensor
     sizes: Tensor

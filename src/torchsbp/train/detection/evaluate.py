@@ -19,9 +19,10 @@ from .draw import board, drawn
 Found = dict[str, Any]
 """an object in COCO's format of results"""
 NUMBERS = {
-    "ap": "AP", "ap50": "AP50", "ap75": "AP75", "ap_small": "AP small", "ap_medium": "AP medium", "ap_large": "AP large",
-    "ar1": "AR 1", "ar10": "AR 10", "ar100": "AR 100", "ar_small": "AR small", "ar_medium": "AR medium",
-    "ar_large": "AR large",
+    "ap": "AP", "ap50": "AP50", "ap75": "AP75",
+    "ap_small": "AP small", "ap_medium": "AP medium", "ap_large": "AP large",
+    "ar1": "AR 1", "ar10": "AR 10", "ar100": "AR 100",
+    "ar_small": "AR small", "ar_medium": "AR medium", "ar_large": "AR large",
 }  # fmt: skip
 """as COCO orders them"""
 SHOWN = 6

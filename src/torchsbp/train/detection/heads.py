@@ -21,7 +21,7 @@ from torchvision.ops import MultiScaleRoIAlign, clip_boxes_to_image, generalized
 import torchsbp
 
 from .backbone import LEVELS
-from .rpn import Targets
+from .rpn import Targets, at_least_float
 
 Features = OrderedDict[str, Tensor]
 GROUPS = 32
@@ -93,7 +93,8 @@ class Stage(RoIHeads):
         def both(pooled: Tensor) -> Tensor:
             return torch.cat(self.box_predictor(self.box_head(pooled)), 1)
 
-        found = self.sampled(both, self.box_roi_pool(features, proposals, [padded] * len(proposals))).float()
+        found = self.sampled(both, self.box_roi_pool(features, proposals, [padded] * len(proposals)))
+        found = at_least_float(found)
         classes = found.shape[1] // 5
         return found[:, :classes], found[:, classes:].unflatten(1, (classes, 4))
 
@@ -103,7 +104,7 @@ class Stage(RoIHeads):
         def both(pooled: Tensor) -> Tensor:
             return self.mask_predictor(self.mask_head(pooled))
 
-        return self.sampled(both, self.mask_roi_pool(features, boxes, [padded] * len(boxes))).float()
+        return at_least_float(self.sampled(both, self.mask_roi_pool(features, boxes, [padded] * len(boxes))))
 
     def sampled(self, head: Callable[[Tensor], Tensor], pooled: Tensor) -> Tensor:
         """The head on every proposal, with gradients from the kept ones."""

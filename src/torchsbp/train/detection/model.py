@@ -7,8 +7,6 @@ import torch
 from torch import Tensor, nn
 from torchvision.models.detection.image_list import ImageList
 
-import torchsbp
-
 from ...errors import UsageError
 from .backbone import Backbone
 from .heads import Heads
@@ -16,18 +14,13 @@ from .rpn import RPN, Targets
 
 
 class Detector(nn.Module):
-    """``sampled``: SBP is on, and draws from the images' area."""
-
     def __init__(self, backbone: Backbone, rpn: RPN, heads: Heads) -> None:
         super().__init__()
         self.backbone, self.rpn, self.heads = backbone, rpn, heads
-        self.sampled = False
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Targets | None = None) -> Any:
         """In training losses by name; else boxes, classes, scores and masks of every image, in its own pixels."""
         height, width = images.shape[-2:]
-        if self.sampled and self.training:
-            torchsbp.set_sizes(self, sizes, (height, width))
         features = self.backbone(images)
         listed = [(h, w) for h, w in sizes.tolist()]
         proposals, losses = self.rpn(ImageList(images, listed), features, targets)
@@ -40,8 +33,8 @@ class Detector(nn.Module):
 def parameter_groups(model: Detector, weight_decay: float, layer_decay: float | None) -> list[dict[str, Any]]:
     """For the optimizer: no weight decay on vectors; with layer decay the rate falls towards the stem.
 
-    A parameter of group i of n learns with layer_decay^(n + 1 − i) of the rate: the stem is group 0, stages 1 and 2 are 1
-    and 2, block i of stage 3 is 3 + i // 3, stage 4 is n. Blocks of a ViT are groups of their own. What is behind the
+    A parameter of group i of n learns with layer_decay^(n + 1 − i) of the rate: the stem is group 0, stages 1 and 2 are
+    1 and 2, block i of stage 3 is 3 + i // 3, stage 4 is n. Blocks of a ViT are groups of their own. What is behind the
     backbone, its output norms included, learns at the full rate.
     """
     number = group_numbers(model.backbone.body) if layer_decay is not None else {}

@@ -37,7 +37,7 @@ class RPN(RegionProposalNetwork):
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         maps = list(features.values())
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.sparse):
-            logits, deltas = ([each.float() for each in found] for found in self.head(maps))
+            logits, deltas = ([at_least_float(each) for each in found] for found in self.head(maps))
         anchors = self.anchor_generator(images, maps)
         per_level = [each[0].numel() for each in logits]
         logits, deltas = concat_box_prediction_layers(logits, deltas)
@@ -69,6 +69,11 @@ def rpn_losses(logits: Tensor, deltas: Tensor, labels: Tensor, aims: Tensor, bet
     }
 
 
+def at_least_float(x: Tensor) -> Tensor:
+    """Under autocast in float32: pixels of large images are more than bfloat16 can count."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def in_padding(anchors: Tensor, size: tuple[int, int]) -> Tensor:
     """Whether an anchor's centre is outside its image, to the right or below."""
     return (anchors[:, 0] + anchors[:, 2] > 2 * size[1]) | (anchors[:, 1] + anchors[:, 3] > 2 * size[0])
@@ -91,7 +96,7 @@ def at(head: nn.Module, maps: list[Tensor], chosen: Tensor) -> tuple[Tensor, Ten
     rows, shape = torch.arange(len(chosen), device=chosen.device), number % each
     logits = F.linear(hidden, score.weight.flatten(1), score.bias)[rows, shape]
     deltas = F.linear(hidden, box.weight.flatten(1), box.bias).view(-1, each, 4)[rows, shape]
-    return logits.float(), deltas.float()
+    return at_least_float(logits), at_least_float(deltas)
 
 
 def surroundings(x: Tensor, image: Tensor, position: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
+import torchsbp
 from torchsbp import SBPConfig
 
 from ...errors import DataError, UsageError
@@ -137,6 +138,8 @@ class Detection(Task):
     Options = DetectionOptions
     best_by = "box_ap"
     unit = "images"
+    samples = False
+    """SBP is on"""
 
     def __init__(self, options: DetectionOptions, seed: int, names: list[str] | None = None) -> None:
         """``names``: of the classes, if they are known without data."""
@@ -221,8 +224,7 @@ class Detection(Task):
 
     def apply_sbp(self, model: nn.Module, config: SBPConfig) -> None:
         super().apply_sbp(model, config)
-        assert isinstance(model, Detector)
-        model.sampled = True
+        self.samples = True
 
     def compile(self, model: nn.Module) -> None:
         assert isinstance(model, Detector)
@@ -235,6 +237,8 @@ class Detection(Task):
     # Losses and metrics
 
     def loss(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        if self.samples:
+            torchsbp.set_sizes(model, batch.sizes, batch.images.shape[-2:])
         return model(batch.images, batch.sizes, batch.targets)
 
     def evaluator(self) -> Precision:
