@@ -26,7 +26,7 @@ from ..detection.heads import CASCADE, MASK_RCNN, Heads, HeadSpec
 from ..detection.model import Detector, compile_backbone, parameter_groups
 from ..detection.predict import DetectionPredictor
 from ..detection.rpn import RPN
-from ..ranges import COUNT, SHARE, SHARE_ABOVE_0, SHARE_BELOW_1, ranged
+from ..ranges import COUNT, SHARE, SHARE_ABOVE_0, SHARE_BELOW_1, ranged, refuse
 from ..task import Task, TaskOptions
 from . import register
 
@@ -98,10 +98,15 @@ class Data:
     std: tuple[float, float, float] = field(default=(0.229, 0.224, 0.225), metadata=SHARE_ABOVE_0)
     multiple: int = field(default=32, metadata=COUNT)
     """batches are padded to multiples of that many pixels"""
-    buckets: list[tuple[int, int]] = field(default_factory=list, metadata=COUNT)
+    buckets: list[tuple[int, int]] = field(default_factory=list)
     """or to the least of these sizes (height, width; turned too): as many graphs are compiled, and no more"""
     workers: int = field(default=4, metadata=ranged(0, 1024))
     """processes that read images, for each process that trains"""
+
+    def __post_init__(self) -> None:
+        wrong = [side for bucket in self.buckets for side in bucket if side < 1 or side % self.multiple]
+        if wrong:
+            refuse("task.data.buckets", self.buckets, f"sides that are multiples of task.data.multiple={self.multiple}")
 
 
 @dataclass
