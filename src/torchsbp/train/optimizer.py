@@ -14,7 +14,7 @@ from .ranges import refuse
 def make_optimizer(parameters: Any, config: Config, steps_per_epoch: int) -> tuple[torch.optim.Optimizer, Any]:
     """The optimizer of a model or of groups of parameters, and its schedule over the run's updates."""
     optimizer, schedule = config.optimizer, config.schedule
-    warmup: float = schedule.warmup_epochs
+    warmup: Any = schedule.warmup_epochs
     if schedule.warmup_steps:
         warmup += schedule.warmup_steps / steps_per_epoch
         if warmup >= config.epochs:

@@ -80,7 +80,7 @@ def collate(samples: Sequence[Sample], buckets: Sequence[tuple[int, int]], multi
     images = torch.zeros(len(samples), 3, height, width, dtype=torch.uint8)
     for image, its, (h, w) in zip(images, samples, sizes, strict=True):
         image[:, :h, :w] = its["image"]
-    targets = [{name: its[name] for name in ("boxes", "labels", "masks") if name in its} for its in samples]
+    targets: Any = [{name: its[name] for name in ("boxes", "labels", "masks") if name in its} for its in samples]
     return Batch(
         images, torch.tensor(sizes), targets, [its["index"] for its in samples], [its["size"] for its in samples]
     )

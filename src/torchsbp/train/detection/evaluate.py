@@ -89,7 +89,7 @@ class Precision(Evaluator):
     def result(self) -> dict[str, float]:
         self.found = [its for each in gather(self.found) for its in each]
         self.by_class: dict[str, list[float]] = {}
-        values = {}
+        values: dict[str, float] = {}
         for kind, field in (("box", "bbox"), ("mask", "segmentation")):
             if kind == "box" or self.source.masks:
                 # without the box of a mask, whose size is then that of its pixels

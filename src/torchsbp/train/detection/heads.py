@@ -161,7 +161,7 @@ class Heads(nn.Module):
 
     def __init__(self, stages: Sequence[StageSpec], spec: HeadSpec) -> None:
         super().__init__()
-        self.stages = nn.ModuleList(Stage(stage, spec) for stage in stages)
+        self.stages: Any = nn.ModuleList(Stage(stage, spec) for stage in stages)
         self.masks = spec.masks
 
     def losses(

@@ -6,10 +6,11 @@ same, and there is no dense backward pass.
 """
 
 from collections import OrderedDict
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead, concat_box_prediction_layers
@@ -37,10 +38,10 @@ class RPN(RegionProposalNetwork):
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         maps = list(features.values())
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.sparse):
-            logits, deltas = ([at_least_float(each) for each in found] for found in self.head(maps))
+            by_level = [[at_least_float(each) for each in found] for found in self.head(maps)]
         anchors = self.anchor_generator(images, maps)
-        per_level = [each[0].numel() for each in logits]
-        logits, deltas = concat_box_prediction_layers(logits, deltas)
+        per_level = [each[0].numel() for each in by_level[0]]
+        logits, deltas = concat_box_prediction_layers(*by_level)
         boxes = self.box_coder.decode(deltas.detach(), anchors).view(len(anchors), -1, 4)
         boxes, _ = self.filter_proposals(boxes, logits, images.image_sizes, per_level)
         if not self.training:
@@ -79,7 +80,7 @@ def in_padding(anchors: Tensor, size: tuple[int, int]) -> Tensor:
     return (anchors[:, 0] + anchors[:, 2] > 2 * size[1]) | (anchors[:, 1] + anchors[:, 3] > 2 * size[0])
 
 
-def at(head: nn.Module, maps: list[Tensor], chosen: Tensor) -> tuple[Tensor, Tensor]:
+def at(head: Any, maps: list[Tensor], chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Logits and deltas of the chosen anchors, which are numbered by image, level, position and shape."""
     each = len(RATIOS)
     counts = [each * its.shape[2] * its.shape[3] for its in maps]
