@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import rows as R
 from .activations import ACTIVATIONS
+from .launch import launch
 from .layers import Grad, Normed
 from .steps import Affine, Cotangent, Steps
 
@@ -18,13 +19,6 @@ PROGRAMS_PER_PROCESSOR = 4
 ACTIVATION_TILE = {"ROWS": 8, "BLOCK": 128, "num_warps": 4}  # not of whole rows
 ACTIVATION_CODES = {"gelu": 0, "gelu_tanh": 1, "quick_gelu": 2, "silu": 3, "relu": 4}
 """The activations that the kernel knows."""
-
-
-def launch(kernel: str, grid: tuple[int, ...], **arguments: Any) -> None:
-    """The kernel of that name in ``kernels.py``, which needs Triton."""
-    from . import kernels
-
-    getattr(kernels, kernel)[grid](**arguments)
 
 
 def processors(device: torch.device) -> int:
