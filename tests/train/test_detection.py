@@ -10,8 +10,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import torchsbp
+from torchsbp.cli.main import main
 from torchsbp.cli.recipe import parse
 from torchsbp.report import html, read
+from torchsbp.train.data.coco import check
 from torchsbp.train.detection.evaluate import NUMBERS
 from torchsbp.train.distributed import Processes, all_sum, processes
 from torchsbp.train.loop import Trainer
@@ -188,3 +190,40 @@ def test_warm_up_counts_updates_and_milestones_epochs(tmp_path):
     assert rates[4:8] == pytest.approx([1e-3] * 4)
     assert rates[9:14] == pytest.approx([1e-4] * 5)
     assert rates[15:] == pytest.approx([1e-5] * 3)
+
+
+def test_predict_writes_pictures_and_cocos_json(whole, tmp_path, capsys):
+    """Without data of the run; its json is one that COCO's tools and we read."""
+    folder = coco_folder(tmp_path / "data", 3) / "val"
+    (folder / "broken.png").write_bytes(b"no picture")
+    out = tmp_path / "found"
+    assert main(["predict", str(whole), str(folder), f"--out={out}"]) == 1
+    assert "broken.png" in capsys.readouterr().err
+    (path,) = out.glob("*.json")
+    content = json.loads(path.read_text())
+    assert [its["name"] for its in content["categories"]] == ["disc", "rectangle", "triangle"]
+    assert [Path(its["file_name"]).name for its in content["images"]] == ["0.png", "1.png", "2.png"]
+    assert all(0.05 < its["score"] <= 1 for its in content["annotations"])
+    check(content, str(path), masks=True)
+    rows = next(out.glob("*.csv")).read_text().splitlines()
+    assert rows[0].endswith("class,score,x,y,width,height")
+    assert len(rows) == 1 + len(content["annotations"])
+
+
+def test_other_classes_are_refused_at_the_start_and_by_eval(whole, tmp_path, capsys):
+    root = coco_folder(tmp_path / "data", 2)
+    path = root / "annotations" / "val.json"
+    path.write_text(path.read_text().replace('"disc"', '"ball"'))
+    options = [
+        "--task.data.source=coco",
+        f"--task.data.root={root}",
+        "--task.data.valid=val",
+        "--task.data.train=train",
+    ]
+    options += [
+        f"--task.data.{part}_json=annotations/{file}.json" for part, file in (("train", "train"), ("valid", "val"))
+    ]
+    assert evaluate([str(whole), *options]) == 1
+    assert train([recipe(tmp_path), *options]) == 1
+    told = capsys.readouterr().err
+    assert told.count("has the categories ball, rectangle, triangle; those of training are disc, rectangle, tri") == 2

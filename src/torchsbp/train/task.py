@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -60,8 +61,6 @@ class Task:
     """processes that read samples, for each process that trains"""
     notes: tuple[str, ...] = ()
     """said when a run begins, and recorded: what of the data is not as one might expect"""
-    train_data: Samples
-    valid_data: Samples
     collate: Callable[[list[Any]], Any] = staticmethod(default_collate)
 
     def __init__(self, options: Any, seed: int) -> None:
@@ -78,7 +77,15 @@ class Task:
     def check(self, micro_batch: int) -> None:
         """Raise ``UsageError`` if this cannot be trained with so many samples per forward."""
 
-    # Data
+    # Data: set when the task is made, or opened when they are first used
+
+    @cached_property
+    def train_data(self) -> Samples:
+        raise NotImplementedError
+
+    @cached_property
+    def valid_data(self) -> Samples:
+        raise NotImplementedError
 
     def train_order(self, batch: int, rank: int, world: int, multiple: int) -> TrainOrder:
         """Batches of one process; a multiple of ``multiple`` in every epoch."""
@@ -128,6 +135,10 @@ class Task:
     def predictor(self) -> Predictor:
         """For inputs without targets (``torchsbp predict``)."""
         raise UsageError(f"task {self.options.name} has no predictions: its class needs a method predictor()")
+
+    def example(self, samples: int) -> tuple[Tensor, ...]:
+        """What the model is called with, of so many samples (``torchsbp export``)."""
+        raise UsageError(f"task {self.options.name} can't be exported: its class needs a method example(samples)")
 
     def metric(self, name: str) -> Metric:
         """By its name, or that of its value for averaged weights."""

@@ -16,6 +16,7 @@ from torchsbp import SBPConfig
 
 from ...errors import DataError, UsageError
 from ..data.coco import Objects, open_coco
+from ..data.images import named
 from ..data.order import TrainOrder
 from ..data.samples import Samples
 from ..data.shapes import shapes
@@ -158,8 +159,8 @@ class Detection(Task):
         super().__init__(options, seed)
         self.names = self.train_objects.names if names is None else names
         if names is None:
-            check_same_classes(self.train_objects, self.valid_objects)
             self.notes = (self.train_objects.notes,)
+            self.check_classes()
 
     @classmethod
     def trained(cls, options: Any, seed: int, about: Mapping[str, str]) -> "Detection":
@@ -183,7 +184,7 @@ class Detection(Task):
         return open_coco(data.root / file, data.root / folder, training, masks)
 
     @cached_property
-    def train_data(self) -> Samples:  # type: ignore[override]
+    def train_data(self) -> Samples:
         augment = self.options.augment
         size = v2.RandomShortestSize(augment.short, augment.long)
         if augment.crop:
@@ -193,12 +194,18 @@ class Detection(Task):
         return Samples(self.train_objects, transform, self.seed)
 
     @cached_property
-    def valid_data(self) -> Samples:  # type: ignore[override]
+    def valid_data(self) -> Samples:
         return Samples(self.valid_objects, self.eval_transform(), self.seed)
 
     def eval_transform(self) -> Prepared:
         augment = self.options.augment
         return Prepared(v2.RandomShortestSize([augment.eval_short], augment.long))
+
+    def check_classes(self) -> None:
+        """Raise ``DataError`` if the validation data have others than the training data had."""
+        if self.valid_objects.names != self.names:
+            found, known = named(self.valid_objects.names), named(self.names)
+            raise DataError(f"{self.valid_objects.file} has the categories {found}; those of training are {known}")
 
     def train_order(self, batch: int, rank: int, world: int, multiple: int) -> TrainOrder:
         order = GroupedOrder(len(self.train_data), batch, self.seed, rank, world, multiple)
@@ -247,6 +254,7 @@ class Detection(Task):
         return model(batch.images, batch.sizes, batch.targets)
 
     def evaluator(self) -> Precision:
+        self.check_classes()
         return Precision(self.valid_objects)
 
     def predictor(self) -> DetectionPredictor:
@@ -263,11 +271,3 @@ def padding_of(batch: Batch) -> Tensor:
     below = height[None, :, None] >= batch.sizes[:, 0, None, None]
     beside = width[None, None, :] >= batch.sizes[:, 1, None, None]
     return (below | beside)[:, None]
-
-
-def check_same_classes(train: Objects, valid: Objects) -> None:
-    if train.category_ids != valid.category_ids:
-        raise DataError(
-            f"{train.file} has the categories {train.category_ids[:5]} … ({len(train.names)}), {valid.file} has "
-            f"{valid.category_ids[:5]} … ({len(valid.names)}): both need the same"
-        )
