@@ -227,3 +227,23 @@ def test_other_classes_are_refused_at_the_start_and_by_eval(whole, tmp_path, cap
     assert train([recipe(tmp_path), *options]) == 1
     told = capsys.readouterr().err
     assert told.count("has the categories ball, rectangle, triangle; those of training are disc, rectangle, tri") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--sbp.preset=default"]])
+def test_shapes_are_learned_in_two_minutes(tmp_path, options):
+    """The shipped recipe on half of its images: a third of its updates."""
+    short = ["--task.data.count=320", "--epochs=4", "--eval_every=4", "--log.progress=false"]
+    assert train(["shapes", f"--out={tmp_path / 'run'}", *short, *options]) == 0
+    valid = lines(tmp_path / "run")[-2]
+    assert valid["box_ap50"] > 40
+    assert valid["mask_ap50"] > 40
+
+
+def test_losses_fall_within_a_few_updates(tmp_path):
+    """On the same four images."""
+    options = {"task": {"data": {"count": 4}, "augment": {"short": [64], "hflip": 0.0}, "model": {"drop_path": 0.0}}}
+    options |= {"epochs": 25, "micro_batch": 4, "optimizer": {"lr": 3e-3, "layer_decay": None}, "eval_every": 25}
+    assert train([recipe(tmp_path, **options), "--log.every_steps=5", "--checkpoint.every_steps=null"]) == 0
+    losses = [line["loss"] for line in lines(tmp_path / "run") if line["kind"] == "train"]
+    assert losses[-1] < 0.6 * losses[0]
