@@ -67,7 +67,8 @@ METHODS = {
     "sbp r=0.5": Method({"keep_ratio": 0.5}, RPN),
     "sbp r=0.25": Method({"keep_ratio": 0.25}, RPN),
     "sbp r=0.5, heads recomputed": Method({"keep_ratio": 0.5}, HEADS),
-    "sbp r=0.5, half of the proposals": Method({"keep_ratio": 0.5}, Lean(rpn=True, keep_ratio=0.5)),
+    "sbp r=0.5, half of the proposals": Method({"keep_ratio": 0.5}, Lean(rpn=True, proposals=0.5)),
+    "sbp r=0.5, half of the pyramid": Method({"keep_ratio": 0.5}, Lean(rpn=True, pyramid=0.5)),
 }
 
 
@@ -91,7 +92,7 @@ def near(boxes: Tensor) -> Tensor:
 
 def detector(name: str, method: Method, device: str) -> Detector:
     model = MODELS[name]
-    if method.lean.keep_ratio < 1:
+    if method.lean.proposals < 1:
         model = Model(**{**vars(model), "norm": "group"})
     task = Detection(DetectionOptions("detection", model, method.lean, Data()), 0, [str(i) for i in range(CLASSES)])
     with torch.device(device):

@@ -25,25 +25,24 @@ NUMBERS = {
     "ar_small": "AR small", "ar_medium": "AR medium", "ar_large": "AR large",
 }  # fmt: skip
 """as COCO orders them"""
+CHARTS = {"ap": "average precision", "ap50": "average precision at IoU 0.5"}
 SHOWN = 6
 """pictures in the report"""
 
 
 def metrics(masks: bool) -> tuple[Metric, ...]:
     """Those of boxes, then those of masks."""
-    kinds = ("box", "mask") if masks else ("box",)
-    charted = {"ap": "average precision", "ap50": "average precision at IoU 0.5"}
     return tuple(
         Metric(
-            f"{kind}_{name}", f"{kind} {title}", "%", column=name in ("ap", "ap50"), chart=chart_of(kind, charted, name)
+            f"{kind}_{name}",
+            f"{kind} {title}",
+            "%",
+            column=name in CHARTS,
+            chart=f"{kind.capitalize()} {CHARTS[name]}" if name in CHARTS else "",
         )
-        for kind in kinds
+        for kind in (("box", "mask") if masks else ("box",))
         for name, title in NUMBERS.items()
     )
-
-
-def chart_of(kind: str, charted: dict[str, str], name: str) -> str:
-    return f"{kind.capitalize()} {charted[name]}" if name in charted else ""
 
 
 def objects_of(detections: dict[str, Tensor], size: Sequence[int], original: tuple[int, int]) -> Iterator[Found]:

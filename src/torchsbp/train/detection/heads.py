@@ -93,7 +93,7 @@ class Stage(RoIHeads):
         def both(pooled: Tensor) -> Tensor:
             return torch.cat(self.box_predictor(self.box_head(pooled)), 1)
 
-        found = self.sampled(both, self.box_roi_pool(features, proposals, [padded] * len(proposals)))
+        found = self.with_kept_gradients(both, self.box_roi_pool(features, proposals, [padded] * len(proposals)))
         found = at_least_float(found)
         classes = found.shape[1] // 5
         return found[:, :classes], found[:, classes:].unflatten(1, (classes, 4))
@@ -104,9 +104,9 @@ class Stage(RoIHeads):
         def both(pooled: Tensor) -> Tensor:
             return self.mask_predictor(self.mask_head(pooled))
 
-        return at_least_float(self.sampled(both, self.mask_roi_pool(features, boxes, [padded] * len(boxes))))
+        return self.with_kept_gradients(both, self.mask_roi_pool(features, boxes, [padded] * len(boxes)))
 
-    def sampled(self, head: Callable[[Tensor], Tensor], pooled: Tensor) -> Tensor:
+    def with_kept_gradients(self, head: Callable[[Tensor], Tensor], pooled: Tensor) -> Tensor:
         """The head on every proposal, with gradients from the kept ones."""
         kept = round(self.keep_ratio * len(pooled))
         if not (self.training and torch.is_grad_enabled() and len(pooled)):
@@ -122,12 +122,9 @@ class Stage(RoIHeads):
         """Of class and box; ``aims`` are the boxes of the objects that proposals were matched with."""
         label = torch.cat(labels)
         positive = label.nonzero().flatten()
-        own, proposal, aim = (
-            deltas[positive, label[positive]],
-            torch.cat(proposals)[positive],
-            torch.cat(aims)[positive],
-        )
-        box = box_loss(self.box_coder, own, proposal, aim, self.stage.decoded) / max(1, len(label))
+        own = deltas[positive, label[positive]]
+        pairs = torch.cat(proposals)[positive], torch.cat(aims)[positive]
+        box = box_loss(self.box_coder, own, *pairs, self.stage.decoded) / max(1, len(label))
         return {"class": self.stage.weight * F.cross_entropy(logits, label), "box": self.stage.weight * box}
 
     def refine(
@@ -202,12 +199,17 @@ class Heads(nn.Module):
         found = last.postprocess_detections(mean, deltas.flatten(1), proposals, sizes)
         result = [{"boxes": b, "scores": s, "labels": c} for b, s, c in zip(*found, strict=True)]
         if self.masks:
-            boxes, labels = [its["boxes"] for its in result], torch.cat([its["labels"] for its in result])
-            logits = [stage.predict_masks(features, boxes, padded).sigmoid() for stage in self.stages]
-            masks = torch.stack(logits).mean(0)[torch.arange(len(labels), device=labels.device), labels]
-            for its, mask in zip(result, masks.split([len(each) for each in boxes]), strict=True):
-                its["masks"] = mask
+            self.add_masks(result, features, padded)
         return result
+
+    def add_masks(self, result: list[dict[str, Tensor]], features: Features, padded: tuple[int, int]) -> None:
+        """Of the class that was found, averaged over the stages."""
+        boxes, labels = [its["boxes"] for its in result], torch.cat([its["labels"] for its in result])
+        found = [at_least_float(stage.predict_masks(features, boxes, padded)) for stage in self.stages]
+        mean = torch.stack([logits.sigmoid() for logits in found]).mean(0)
+        masks = mean[torch.arange(len(labels), device=labels.device), labels]
+        for its, mask in zip(result, masks.split([len(each) for each in boxes]), strict=True):
+            its["masks"] = mask
 
 
 def matched_boxes(boxes: Tensor, index: Tensor) -> Tensor:

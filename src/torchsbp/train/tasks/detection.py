@@ -77,8 +77,10 @@ class Lean:
     """backward of the RPN from the anchors of its loss alone: exact, and without a dense pass"""
     recompute: bool = False
     """heads on proposals run again in backward: exact"""
-    keep_ratio: float = field(default=1.0, metadata=SHARE_ABOVE_0)
-    """share of the proposals that heads get gradients from"""
+    proposals: float = field(default=1.0, metadata=SHARE_ABOVE_0)
+    """share of the proposals that heads on them learn from"""
+    pyramid: float = field(default=1.0, metadata=SHARE_ABOVE_0)
+    """share of the positions that the pyramid's norms and lateral convolutions learn from"""
 
 
 @dataclass
@@ -149,9 +151,9 @@ class Detection(Task):
 
     def __init__(self, options: DetectionOptions, seed: int, names: list[str] | None = None) -> None:
         """``names``: of the classes, if they are known without data."""
-        if options.lean.keep_ratio < 1 and options.model.norm == "batch" and options.model.kind != "mask_rcnn":
+        if options.lean.proposals < 1 and options.model.norm == "batch" and options.model.kind != "mask_rcnn":
             raise UsageError(
-                "task.lean.keep_ratio samples proposals, whose batch statistics would differ; set task.model.norm=group"
+                "task.lean.proposals samples them, whose batch statistics would differ; set task.model.norm=group"
             )
         self.metrics = metrics(options.model.masks)
         self.workers = options.data.workers
@@ -212,11 +214,14 @@ class Detection(Task):
         order.upright = torch.tensor([its["height"] > its["width"] for its in self.train_objects.images])
         return order
 
+    def to(self, device: torch.device, memory_format: torch.memory_format) -> None:
+        super().to(device, memory_format)
+        data = self.options.data
+        self.mean, self.std = (255 * torch.tensor(its, device=device).view(3, 1, 1) for its in (data.mean, data.std))
+
     def prepare(self, batch: Batch, training: bool) -> Batch:
         batch = super().prepare(batch, training)
-        data, padding = self.options.data, padding_of(batch)
-        mean, std = (255 * torch.tensor(values, device=self.device).view(3, 1, 1) for values in (data.mean, data.std))
-        images = ((batch.images.float() - mean) / std).masked_fill_(padding, 0)
+        images = ((batch.images.float() - self.mean) / self.std).masked_fill_(padding_of(batch), 0)
         return batch._replace(images=images.contiguous(memory_format=self.memory_format))
 
     # Model
@@ -228,11 +233,11 @@ class Detection(Task):
         weights = model.weights if start else None
         inner = body(model.name, options, model.pretrained and start, weights, self.options.data.multiple)
         spec = HeadSpec(
-            len(self.names) + 1, model.width, model.hidden, model.sampled, model.masks, model.norm, lean.keep_ratio,
+            len(self.names) + 1, model.width, model.hidden, model.sampled, model.masks, model.norm, lean.proposals,
             lean.recompute,
         )  # fmt: skip
         rpn = RPN(model.width, model.anchor_scale, model.proposals, beta, lean.rpn)
-        return Detector(Backbone(inner, model.width), rpn, Heads(stages, spec))
+        return Detector(Backbone(inner, model.width, lean.pyramid), rpn, Heads(stages, spec))
 
     def apply_sbp(self, model: nn.Module, config: SBPConfig) -> None:
         super().apply_sbp(model, config)
