@@ -247,3 +247,16 @@ def test_losses_fall_within_a_few_updates(tmp_path):
     assert train([recipe(tmp_path, **options), "--log.every_steps=5", "--checkpoint.every_steps=null"]) == 0
     losses = [line["loss"] for line in lines(tmp_path / "run") if line["kind"] == "train"]
     assert losses[-1] < 0.6 * losses[0]
+
+
+def test_truncated_images_end_a_run_or_are_counted(tmp_path, capsys):
+    root = coco_folder(tmp_path / "data")
+    path = root / "train" / "3.png"
+    path.write_bytes(path.read_bytes()[:2000])
+    data = {"source": "coco", "root": str(root), "train": "train", "valid": "val"}
+    data |= {"train_json": "annotations/train.json", "valid_json": "annotations/val.json"}
+    options = {"task": {"data": data}, "epochs": 1, "schedule": {"warmup_steps": 1}}
+    assert train([recipe(tmp_path, **options)]) == 1
+    assert "image 3, 3.png, of " in capsys.readouterr().err
+    assert train([recipe(tmp_path, **options), "--task.data.broken=1", f"--out={tmp_path / 'other'}"]) == 0
+    assert "skipped, 1 of at most 1 (task.data.broken)" in capsys.readouterr().err

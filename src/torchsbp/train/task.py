@@ -61,6 +61,8 @@ class Task:
     """processes that read samples, for each process that trains"""
     notes: tuple[str, ...] = ()
     """said when a run begins, and recorded: what of the data is not as one might expect"""
+    broken: int = 0
+    """samples that may be unreadable, if the data are ``Samples(…, replace=True)``; one more ends the run"""
     collate: Callable[[list[Any]], Any] = staticmethod(default_collate)
 
     def __init__(self, options: Any, seed: int) -> None:

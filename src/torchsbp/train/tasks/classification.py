@@ -85,7 +85,7 @@ class Classification(Task):
         super().__init__(options, seed)
         check_names(options.augment)
         self.names, self.classes = known or (self.train_images.names, self.train_images.classes)
-        self.workers = options.data.workers
+        self.workers, self.broken = options.data.workers, options.data.broken
         if self.classes <= MANY:
             self.metrics = tuple(metric for metric in self.metrics if metric.name != "top5")
         self.mix = self.mixup(options.augment)
@@ -103,13 +103,13 @@ class Classification(Task):
     @cached_property
     def train_data(self) -> Samples:
         transform = train_transform(self.options.data, self.options.augment)
-        return Samples(self.train_images, OfImage(transform), self.seed)
+        return Samples(self.train_images, OfImage(transform), self.seed, replace=self.broken > 0)
 
     @cached_property
     def valid_data(self) -> Samples:
         images = open_part(self.options.data, train=False)
         check_same_classes(self, images)
-        return Samples(images, OfImage(self.eval_transform), self.seed)
+        return Samples(images, OfImage(self.eval_transform), self.seed, replace=self.broken > 0)
 
     @cached_property
     def eval_transform(self) -> Callable[[Any], Any]:

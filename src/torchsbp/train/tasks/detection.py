@@ -27,7 +27,7 @@ from ..detection.heads import CASCADE, MASK_RCNN, Heads, HeadSpec
 from ..detection.model import Detector, compile_backbone, parameter_groups
 from ..detection.predict import DetectionPredictor
 from ..detection.rpn import RPN
-from ..ranges import COUNT, SHARE, SHARE_ABOVE_0, SHARE_BELOW_1, ranged, refuse
+from ..ranges import COUNT, NOT_NEGATIVE, SHARE, SHARE_ABOVE_0, SHARE_BELOW_1, ranged, refuse
 from ..task import Task, TaskOptions
 from . import register
 
@@ -105,6 +105,8 @@ class Data:
     """or to the least of these sizes (height, width; turned too): as many graphs are compiled, and no more"""
     workers: int = field(default=4, metadata=ranged(0, 1024))
     """processes that read images, for each process that trains"""
+    broken: int = field(default=0, metadata=NOT_NEGATIVE)
+    """training images that may be unreadable: others are taken in their place; one more ends the run"""
 
     def __post_init__(self) -> None:
         wrong = [side for bucket in self.buckets for side in bucket if side < 1 or side % self.multiple]
@@ -156,7 +158,7 @@ class Detection(Task):
                 "task.lean.proposals samples them, whose batch statistics would differ; set task.model.norm=group"
             )
         self.metrics = metrics(options.model.masks)
-        self.workers = options.data.workers
+        self.workers, self.broken = options.data.workers, options.data.broken
         self.collate = partial(collate, buckets=options.data.buckets, multiple=options.data.multiple)
         super().__init__(options, seed)
         self.names = self.train_objects.names if names is None else names
@@ -193,7 +195,7 @@ class Detection(Task):
             first = v2.RandomShortestSize(augment.crop_short, augment.long)
             size = v2.RandomChoice([size, v2.Compose([first, CropBetween(*augment.crop_sides), size])])
         transform = Prepared(v2.RandomHorizontalFlip(augment.hflip), size, v2.SanitizeBoundingBoxes())
-        return Samples(self.train_objects, transform, self.seed)
+        return Samples(self.train_objects, transform, self.seed, replace=self.broken > 0)
 
     @cached_property
     def valid_data(self) -> Samples:
