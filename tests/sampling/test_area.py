@@ -42,7 +42,17 @@ def test_frames_are_padded_in_height_and_width_alone():
     assert found.view(2, 4).tolist() == [[True, True, False, False]] * 2
 
 
-@pytest.mark.parametrize("options", [{}, {"sampler": "random"}, {"per_sample": True}, {"keep_ratio": 0.25}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sampler": "random"},
+        {"per_sample": True},
+        {"per_sample": "balanced"},
+        {"per_block": True},
+        {"keep_ratio": 0.25},
+    ],
+)
 def test_kept_rows_lie_in_the_images_and_are_equally_many(options):
     model = torchsbp.apply(backbone(), **{"keep_ratio": 0.5, **options})
     plain = torchsbp.apply(backbone(), **{"keep_ratio": 0.5, **options})
@@ -115,6 +125,13 @@ def test_sizes_that_are_none_are_refused(sizes):
     model = torchsbp.apply(backbone(), keep_ratio=0.5)
     with pytest.raises(ValueError, match=r"allowed: \(height, width\) of every image"):
         torchsbp.set_sizes(model, sizes, PADDED)
+
+
+@pytest.mark.parametrize("scale", ["weight", "rows"])
+def test_weights_that_do_not_know_of_sizes_are_refused(scale):
+    model = torchsbp.apply(backbone(), keep_ratio=0.5, scale=scale)
+    with pytest.raises(ValueError, match='use scale="none" with set_sizes'):
+        torchsbp.set_sizes(model, [PADDED], PADDED)
 
 
 def test_as_many_sizes_as_images():

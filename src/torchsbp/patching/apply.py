@@ -119,6 +119,11 @@ def set_sizes(model: nn.Module, sizes: Sequence[Sequence[int]] | Tensor, padded:
             f"those of the batch, {(height, width)}"
         )
     for entry, module in found:
+        if entry.config.scale != "none":
+            raise UsageError(
+                f'scale="{entry.config.scale}" weighs all images alike, but of a smaller one a larger share is kept; '
+                'use scale="none" with set_sizes'
+            )
         entry.masks.images = Images(given.to(entry.step(module).device), (height, width))
 
 
@@ -150,6 +155,7 @@ def strategies_for(
         config.sampler,
         config.seed,
         config.per_sample,
+        config.per_block,
         layout.prefix_of(model),
         tuple(stage.shrinks(model) for stage in layout.stages_of(model)),
         tuple(site_spec(its, rule.heads) for its in sampled),

@@ -142,9 +142,11 @@ class Lasting:
             self.say(f"{path} is of {len(states)} processes, now {processes.world}: random numbers differ")
         self.progress = progress
         self.broken.found.update(progress.broken)
-        in_folder = path.parent.resolve() == self.folder.folder.resolve()
-        if processes.main and in_folder and progress.best_step == progress.step > 0:
-            self.folder.mark_best(progress.step)  # the process may have ended between the two names
+        barrier()  # all have read
+        if processes.main:
+            self.folder.put_aside(path, progress.step, self.say)
+            if progress.best_step == progress.step > 0 and path in self.folder.steps():
+                self.folder.mark_best(progress.step)  # the process may have ended between the two names
         barrier()
 
     def open_metrics(self) -> Metrics | None:
