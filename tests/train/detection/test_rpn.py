@@ -1,6 +1,5 @@
 """Proposals: torchvision's losses, gradients from the sampled anchors alone, nothing of the padding."""
 
-import pytest
 import torch
 from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.rpn import RegionProposalNetwork
@@ -59,8 +58,8 @@ def test_losses_are_torchvisions_where_nothing_is_padded():
     _, found = model.rpn(ImageList(images(), whole), features, objects())
     torch.manual_seed(7)
     _, expected = RegionProposalNetwork.forward(model.rpn, ImageList(images(), whole), features, objects())
-    assert float(found["objectness"]) == pytest.approx(float(expected["loss_objectness"]), rel=1e-6)
-    assert float(found["proposals"]) == pytest.approx(float(expected["loss_rpn_box_reg"]), rel=1e-6)
+    torch.testing.assert_close(found["objectness"], expected["loss_objectness"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(found["proposals"], expected["loss_rpn_box_reg"], rtol=1e-6, atol=0)
 
 
 def test_anchors_of_the_padding_are_not_sampled(monkeypatch):
