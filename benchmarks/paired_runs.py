@@ -80,6 +80,8 @@ def table(out: Path, metrics: Sequence[str]) -> str:
         values = last_values(path.parent)
         if all(metric in values for metric in metrics):
             runs.setdefault(arm, {})[int(seed)] = values
+    if not runs:
+        return f"no run in {out} has been evaluated: see its log.txt"
     first = "full" if "full" in runs else next(iter(runs))
     lines = [f"| arm | seeds | epochs | {' | '.join(metrics)} | MiB |", "|---" * (4 + len(metrics)) + "|"]
     for arm in sorted(runs, key=lambda name: name != first):

@@ -100,6 +100,10 @@ def test_paired_differences_have_an_interval(bench, tmp_path):
     assert table[3] == "| sbp | 3 | 3 | 51.67 ± 6.84, Δ -0.33 ± 1.90 | 100 |"
 
 
+def test_runs_that_all_failed_are_told(bench, tmp_path):
+    assert "no run in" in bench.paired_runs.table(tmp_path, ["box_ap"])
+
+
 def test_a_zip_becomes_cocos_layout(bench, tmp_path):
     content = {
         "images": [{"id": 1, "file_name": "one.png", "height": 20, "width": 30}],
