@@ -99,6 +99,8 @@ class Schedule:
 
     name: Literal["cosine", "tanh", "step", "multistep", "poly"] = "cosine"
     warmup_epochs: int = field(default=20, metadata=NOT_NEGATIVE)
+    warmup_steps: int = field(default=0, metadata=NOT_NEGATIVE)
+    """updates of warm-up, after those of warmup_epochs"""
     warmup_lr: float = field(default=0.0, metadata=NOT_NEGATIVE)
     min_lr: float = field(default=1e-6, metadata=NOT_NEGATIVE)
     options: dict[str, Any] = field(default_factory=dict)
