@@ -44,8 +44,8 @@ class Videos(Protocol):
 class Windows:
     """To train with: a window in every stretch of ``work`` frames, begun at random within it.
 
-    Frames, which long ones are empty, and targets of the work frames. Where a video is shorter than the work memory, the
-    slots that it leaves free count as ambiguous.
+    Frames, which long ones are empty, and targets of the work frames. Where a video is shorter than the work memory,
+    the slots that it leaves free count as ambiguous.
     """
 
     def __init__(self, videos: Videos, window: Window) -> None:

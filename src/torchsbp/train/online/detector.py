@@ -12,10 +12,11 @@ from torchsbp import SBPConfig
 from torchsbp.sampling.schedules import Milestones
 
 from ...errors import UsageError
+from ..distributed import together
 from .encoder import Encoder, FrameEncoder
 from .lstr import LSTR
 
-FOR_FRAMES = ("keep_ratio", "sampler", "seed")
+FOR_FRAMES = ("keep_ratio", "sampler", "per_sample", "seed")
 """the fields of ``SBPConfig`` that choose frames; the others are about tokens"""
 
 
@@ -34,7 +35,7 @@ class OnlineDetector(nn.Module):
         self.temporal.compile(*args, **kwargs)
 
     def forward(self, frames: Tensor, empty: Tensor) -> Tensor:
-        """``frames [B, long + work, 3, H, W]`` of 8 bits, and which of the long ones are none: ``[B, work, classes]``."""
+        """``frames [B, long + work, 3, H, W]`` of 8 bits, and which long ones are empty -> ``[B, work, classes]``."""
         return self.temporal(self.encode(frames), empty)
 
     def encode(self, video: Tensor) -> Tensor:
@@ -51,6 +52,8 @@ class OnlineDetector(nn.Module):
             step=self.step,
             sampler=self.sbp.sampler,
             seed=self.sbp.seed,
+            rank=torch.distributed.get_rank() if together() else 0,
+            per_sample=self.sbp.per_sample,
             chunk=self.config.chunk,
         )
 

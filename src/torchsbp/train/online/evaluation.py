@@ -12,7 +12,7 @@ from ..data.actions import Videos
 from ..distributed import gather
 from ..task import Evaluator
 from .detector import OnlineDetector
-from .segments import OVERLAPS, detect, detection_map
+from .segments import detect, detection_map
 
 MOMENTS = 64
 """that are looked at together"""

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import UsageError
-from ..ranges import COUNT, SHARE_BELOW_1
 from ..data.window import Window
+from ..ranges import COUNT, SHARE_BELOW_1
 
 KeysValues = tuple[Tensor, Tensor]
 

@@ -1,14 +1,11 @@
 """Online action detection: a frame encoder and LSTR, trained together; per-frame mAP and temporal detection."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
@@ -20,20 +17,20 @@ from ..data.actions import Videos, WholeVideos, Windows
 from ..data.generated import Generated
 from ..data.order import EvalOrder
 from ..data.samples import Samples
+from ..data.thumos import Thumos
 from ..data.window import Window
 from ..online.detector import OnlineDetector
 from ..online.encoder import Encoder, make_encoder, width
 from ..online.evaluation import Precision
 from ..online.lstr import LSTR, Temporal
 from ..online.segments import OVERLAPS
-from ..ranges import COUNT, NOT_NEGATIVE, SHARE, SHARE_ABOVE_0, ranged, refuse
+from ..optimizer import WARMUP
+from ..ranges import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, SHARE_ABOVE_0, ranged, refuse
 from ..record import Metric
 from ..task import Task, TaskOptions
 from . import register
 
 WORKERS = ranged(0, 1024)
-VALID_SEED = 1
-"""of generated videos to evaluate with, beside the run's own"""
 
 Batch = tuple[Tensor, tuple[Tensor, Tensor]]
 """frames, which long ones are empty, and targets of the work frames"""
@@ -52,6 +49,8 @@ class Data:
     mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406], metadata=SHARE)
     """of pixels in [0, 1]"""
     std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225], metadata=SHARE_ABOVE_0)
+    fps: float = field(default=4.0, metadata=POSITIVE)
+    """frames a second"""
     crop_pct: float = field(default=0.875, metadata=SHARE_ABOVE_0)
     """evaluation: the share of the resized frame that is cropped"""
     workers: int = field(default=8, metadata=WORKERS)
@@ -113,8 +112,9 @@ class OnlineAction(Task):
 
     def open(self, training: bool) -> Videos:
         data = self.options.data
-        made = Generated(data.videos[not training], data.frames, data.size, self.seed if training else VALID_SEED)
-        return made
+        if data.source == "thumos":
+            return Thumos(data.root, data.train if training else data.valid, data.fps)
+        return Generated(data.videos[not training], data.frames, data.size, seed=int(training))
 
     @cached_property
     def valid_videos(self) -> Videos:
@@ -156,6 +156,21 @@ class OnlineAction(Task):
     def set_step(self, model: nn.Module, number: int) -> None:
         assert isinstance(model, OnlineDetector)
         model.set_step(number)
+
+    def parameters(self, model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """Those of the encoder have a learning rate and a warm-up of their own."""
+        if optimizer.layer_decay is not None:
+            refuse("optimizer.layer_decay", optimizer.layer_decay, "null; task.encoder.lr is the encoder's rate")
+        encoder = self.options.encoder
+        own = {"lr": optimizer.lr if encoder.lr is None else encoder.lr, WARMUP: encoder.warmup_epochs}
+        groups = []
+        for name, options in (("encoder", own), ("temporal", {"lr": optimizer.lr})):
+            trained = [its for its in model.get_submodule(name).parameters() if its.requires_grad]
+            for decays in (True, False):
+                params = [its for its in trained if (its.dim() > 1) == decays]
+                decay = {} if decays else {"weight_decay": 0.0}
+                groups += [{"params": params, **options, **decay}] if params else []
+        return groups
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         frames, (empty, targets) = batch
