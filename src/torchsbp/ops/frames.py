@@ -1,6 +1,7 @@
 """Spatial-then-temporal models: the frame encoder backpropagates through kept frames only."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -19,14 +20,21 @@ def encode_frames(encoder: Callable[[Tensor], Tensor], video: Tensor, keep: Tens
     if not torch.is_grad_enabled():
         return _in_chunks(encoder, flat, chunk).unflatten(0, (samples, frames))
     keep = (keep + frames * torch.arange(samples, device=keep.device)[:, None]).flatten()
-    # Kept frames first: autocast casts each weight once, and a cast that was made without gradients passes none.
-    y = encoder(flat.index_select(0, keep))
-    if len(keep) < len(flat):
-        drop = complement(keep, len(flat))
-        with torch.no_grad():
-            dropped = _in_chunks(encoder, flat.index_select(0, drop), chunk)
-        y = merge(y, keep, dropped, drop, 0)
-    return y.unflatten(0, (samples, frames))
+    if len(keep) == len(flat):
+        return encoder(flat).unflatten(0, (samples, frames))
+    drop = complement(keep, len(flat))
+    # Dropped frames first: what they need for a moment does not come on top of what kept ones leave for backward.
+    with torch.no_grad(), _casts_forgotten(video.device.type):
+        dropped = _in_chunks(encoder, flat.index_select(0, drop), chunk)
+    kept = encoder(flat.index_select(0, keep))
+    return merge(kept, keep, dropped, drop, 0).unflatten(0, (samples, frames))
+
+
+def _casts_forgotten(device: str) -> AbstractContextManager[object]:
+    """Autocast remembers the casts of weights: one that was made without gradients would pass none later."""
+    if not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, torch.get_autocast_dtype(device), cache_enabled=False)
 
 
 def _in_chunks(encoder: Callable[[Tensor], Tensor], frames: Tensor, chunk: int | None) -> Tensor:

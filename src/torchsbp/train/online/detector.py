@@ -30,9 +30,10 @@ class OnlineDetector(nn.Module):
         self.step = 0
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Both parts alone: the encoder is called for chunks of frames, with gradients and without."""
-        self.encoder.compile(*args, **kwargs)
-        self.temporal.compile(*args, **kwargs)
+        """Both parts alone, for training: the encoder is called for chunks of frames, with gradients and without. In
+        evaluation videos are of any length."""
+        for part in (self.encoder, self.temporal):
+            part.compile(*args, **{"dynamic": False, **kwargs})
 
     def forward(self, frames: Tensor, empty: Tensor) -> Tensor:
         """``frames [B, long + work, 3, H, W]`` of 8 bits, and which long ones are empty -> ``[B, work, classes]``."""
@@ -59,8 +60,9 @@ class OnlineDetector(nn.Module):
 
     @torch.no_grad()
     def without_gradients(self, video: Tensor) -> Tensor:
+        encode = self.encoder if self.training else self.encoder.forward  # not compiled
         chunks = video.flatten(0, 1).split(self.config.chunk)
-        return torch.cat([self.encoder(chunk) for chunk in chunks]).unflatten(0, video.shape[:2])
+        return torch.cat([encode(chunk) for chunk in chunks]).unflatten(0, video.shape[:2])
 
     def with_gradients(self, frames: Tensor) -> Tensor:
         if not (self.config.checkpoint and torch.is_grad_enabled()):

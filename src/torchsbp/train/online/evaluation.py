@@ -30,7 +30,7 @@ def score_moments(model: OnlineDetector, features: Tensor, newest: Tensor) -> Te
     device = features.device
     view = model.temporal.window.view(newest)
     seen = features[torch.cat((view.long, view.work), 1).to(device)]
-    logits = model.temporal(seen, view.empty.to(device))
+    logits = model.temporal.forward(seen, view.empty.to(device))  # not compiled: moments are of any number
     return logits[torch.arange(len(newest)), view.slot].softmax(-1)
 
 

@@ -24,7 +24,7 @@ class Stream:
     def step(self, frame: Tensor) -> Tensor:
         """The newest frame ``[3, H, W]`` of 8 bits -> probabilities ``[classes]`` of what is going on in it."""
         temporal, window = self.model.temporal, self.window
-        projected = temporal.project(self.model.encoder(frame[None]))
+        projected = temporal.project(self.model.encoder.forward(frame[None]))
         keys_values = [part for unit in temporal.units(temporal.first) for part in unit.cross.memory(projected)]
         length = window.span + window.long * window.long_rate
         if not self.held:
