@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def decode(data: Path) -> None:
         os.execv(sys.executable, [sys.executable, *sys.argv])  # from the start, with the other Pillow
     packed = np.load(data / "golfdb96_avif.npz")
     blob, edges, clips = packed["blob"], packed["off"], []
-    for begin, end in zip(edges[:-1], edges[1:], strict=True):
+    for begin, end in pairwise(edges):
         image = Image.open(io.BytesIO(blob[begin:end].tobytes()))
         frames = []
         for number in range(image.n_frames):
@@ -227,7 +228,7 @@ def child(args: argparse.Namespace, which: str, arm: str, seed: int, epochs: int
 
 
 def epochs_for(args: argparse.Namespace) -> dict[str, int]:
-    """As many as fit: an epoch of every arm is timed beside all others, of which there will be ``seeds`` times as many."""
+    """As many as fit: an epoch of every arm is timed beside all others; there will be ``seeds`` times as many runs."""
     if args.epochs:
         return dict.fromkeys(args.settings, args.epochs)
     timed = {

@@ -1,6 +1,7 @@
 """Generated untrimmed videos: shapes that grow or shrink on noise, between shapes that stay as they are.
 
-Which shape it is can be seen in one frame, what it does only in several. A diamond that does something is ambiguous.
+Which shape it is can be seen in one frame, what it does only in several. Light and colours flicker, so that neither is
+seen without looking at edges. A diamond that does something is ambiguous.
 """
 
 from collections.abc import Sequence
@@ -48,7 +49,7 @@ class Generated:
 
 def generate(frames: int, size: int, draw: np.random.Generator) -> tuple[Tensor, list[tuple[int, int, int]]]:
     """Pixels ``[frames, 3, size, size]``, and (label, first frame, frame after the last) of what happens in them."""
-    stretches, kinds, radii, places, colours = [], [], [], [], []
+    stretches, kinds, radii, places = [], [], [], []
     begin, idle = 0, True
     small, large = 0.1 * size, 0.35 * size
     while begin < frames:
@@ -64,11 +65,10 @@ def generate(frames: int, size: int, draw: np.random.Generator) -> tuple[Tensor,
         radii.append(over_time[::-1] if shrinks else over_time)
         kinds.append(np.full(length, kind))
         places.append(np.tile(draw.uniform(0.35, 0.65, 2) * size, (length, 1)))
-        colours.append(np.tile(draw.uniform(120, 255, 3), (length, 1)))
         begin, idle = begin + length, not idle
     shapes = draw_shapes(*map(np.concatenate, (kinds, radii, places)), size)
-    dark = draw.uniform(0, 80, 3)[:, None, None]
-    pixels = dark + shapes[:, None] * (np.concatenate(colours)[:, :, None, None] - dark)
+    dark = draw.uniform(0, 100, (frames, 3, 1, 1))
+    pixels = dark + shapes[:, None] * draw.uniform(50, 155, (frames, 3, 1, 1))
     pixels += NOISE * draw.standard_normal(pixels.shape, dtype=np.float32)
     return torch.from_numpy(pixels.clip(0, 255).astype(np.uint8)), stretches
 
