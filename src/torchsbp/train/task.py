@@ -12,8 +12,10 @@ from torch.utils.data import default_collate
 import torchsbp
 from torchsbp import SBPConfig
 
+from ..errors import UsageError
 from .data.order import EvalOrder, TrainOrder
 from .data.samples import Samples
+from .predictor import Predictor
 from .record import Metric
 
 if TYPE_CHECKING:
@@ -64,6 +66,13 @@ class Task:
         self.options, self.seed = options, seed
         self.to(torch.device("cpu"), torch.contiguous_format)
 
+    @classmethod
+    def trained(cls, options: Any, seed: int, about: Mapping[str, str]) -> "Task":
+        """The task of weights that are trained already; ``about`` is what ``weights_about`` said of them, {} if that is
+        not known. A task that opens its data when they are first used, and takes from there what it would learn from
+        them (names of classes), is evaluated without training data and predicts without any."""
+        return cls(options, seed)
+
     def check(self, micro_batch: int) -> None:
         """Raise ``UsageError`` if this cannot be trained with so many samples per forward."""
 
@@ -110,12 +119,16 @@ class Task:
     def evaluator(self) -> Evaluator:
         raise NotImplementedError
 
+    def predictor(self) -> Predictor:
+        """For inputs without targets (``torchsbp predict``)."""
+        raise UsageError(f"task {self.options.name} has no predictions: its class needs a method predictor()")
+
     def metric(self, name: str) -> Metric:
         """By its name, or that of its value for averaged weights."""
         return next((m for m in self.metrics if m.name == name.removeprefix("ema_")), Metric(name))
 
     def weights_about(self) -> dict[str, str]:
-        """What whoever uses the weights needs to know, stored with them."""
+        """What whoever uses the weights needs to know, stored with them; see ``trained``."""
         return {}
 
     def described(self) -> dict[str, Any]:
