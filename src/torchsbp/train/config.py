@@ -191,6 +191,10 @@ class Config:
             )
         return self.batch // (processes * micro)
 
+    def per_forward(self, processes: int) -> int:
+        """Samples of one process."""
+        return self.batch // (processes * self.accumulate(processes))
+
 
 def plain(value: Any) -> Any:
     """As JSON has it: paths as text, tuples as lists."""

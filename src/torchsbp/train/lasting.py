@@ -64,6 +64,7 @@ class Lasting:
         progress.loss_sum = progress.losses.pop("loss")
         content = {
             "config": self.described(),
+            "about": self.task.weights_about(),
             "progress": progress.state(),
             **self.learner.state(),
             "sampler": {"seed": self.config.seed, "start": progress.step * self.accumulate},

@@ -26,7 +26,7 @@ class Prediction:
 
 
 class Predictor:
-    """Reads inputs without targets and says what the model finds in them. Files, batches and pages are the command's."""
+    """Reads inputs without targets and says what a model finds in them. Files, batches and pages are the command's."""
 
     suffixes: Sequence[str] = PICTURES
     """of the files that are taken from a folder; a file that is named is taken anyway"""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -58,8 +59,6 @@ class Task:
     """what throughput counts"""
     workers: int = 0
     """processes that read samples, for each process that trains"""
-    train_data: Samples
-    valid_data: Samples
     collate: Callable[[list[Any]], Any] = staticmethod(default_collate)
 
     def __init__(self, options: Any, seed: int) -> None:
@@ -76,7 +75,15 @@ class Task:
     def check(self, micro_batch: int) -> None:
         """Raise ``UsageError`` if this cannot be trained with so many samples per forward."""
 
-    # Data
+    # Data: set when the task is made, or opened when they are first used
+
+    @cached_property
+    def train_data(self) -> Samples:
+        raise NotImplementedError
+
+    @cached_property
+    def valid_data(self) -> Samples:
+        raise NotImplementedError
 
     def train_order(self, batch: int, rank: int, world: int, multiple: int) -> TrainOrder:
         """Batches of one process; a multiple of ``multiple`` in every epoch."""

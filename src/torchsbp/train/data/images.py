@@ -19,12 +19,16 @@ from .samples import Source
 from .seeds import mixed
 
 
-class Images(Source, Protocol):
-    """A source of pictures; the target is the number of the class."""
+class Labelled(Protocol):
+    """What knows classes."""
 
     classes: int
     names: list[str]
-    """of the classes, as far as the source has them"""
+    """of the classes, as far as they are known"""
+
+
+class Images(Source, Labelled, Protocol):
+    """A source of pictures; the target is the number of the class."""
 
 
 def named(names: Sequence[str], most: int = 5) -> str:
@@ -33,7 +37,7 @@ def named(names: Sequence[str], most: int = 5) -> str:
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown or "none"
 
 
-def check_same_classes(train: Images, valid: Images) -> None:
+def check_same_classes(train: Labelled, valid: Labelled) -> None:
     only_train = [name for name in train.names if name not in set(valid.names)]
     only_valid = [name for name in valid.names if name not in set(train.names)]
     if train.classes == valid.classes and not only_train and not only_valid:
