@@ -80,8 +80,8 @@ def test_sbp_saves_a_fifth_of_what_full_backprop_saves(whole, tmp_path):
         ["--task.encoder.tokens=0.5"],
         ["--task.window.work=4", "--task.window.work_rate=5", "--task.augment.color_jitter=0.2", *FULL],
         ["--task.encoder.name=torchvision/resnet18", "--task.encoder.options={}", "--task.encoder.lr=1e-5"],
-        ["--task.encoder.name=vit_tiny_patch16_224", "--task.encoder.tokens=0.5", "--task.encoder.options={img_size: 32, "
-         "patch_size: 8, embed_dim: 24, depth: 3, num_heads: 3}"],
+        ["--task.encoder.name=vit_tiny_patch16_224", "--task.encoder.tokens=0.5",
+         "--task.encoder.options={img_size: 32, patch_size: 8, embed_dim: 24, depth: 3, num_heads: 3}"],
         ["--task.encoder.name=efficientnet_lite0", "--task.encoder.options={}", "--task.encoder.warmup_epochs=0.5"],
         ["--sbp.keep_ratio=null", "--sbp.schedule=[[0, 0.2], [0.5, 1.0]]"],
     ],
@@ -199,5 +199,5 @@ def test_the_encoder_begins_from_weights_with_or_without_a_classifier(whole, tmp
     ours = torch.load(whole / "checkpoints" / "best.pt", weights_only=True)["model"]
     found = begun(whole / "checkpoints" / "best.pt")
     assert all(torch.equal(value, ours[f"encoder.body.{name}"]) for name, value in found.items())
-    with pytest.raises(UsageError, match="torchvision's weights as task.encoder.weights"):
+    with pytest.raises(UsageError, match=r"torchvision's weights as task.encoder.weights"):
         make_encoder(Encoder(name="torchvision/resnet18", pretrained=True), 32, (0.5,) * 3, (0.5,) * 3, start=True)
