@@ -31,7 +31,8 @@ def test_scores_over_time_and_a_picture(trained, tmp_path, capsys):
     assert record["times"] == [0.25 * i for i in range(12)]  # 3 seconds, 4 frames each
     assert record["names"] == ["Background", "DiscGrows", "DiscShrinks", "SquareGrows", "SquareShrinks"]
     assert np.array(record["scores"]).sum(1) == pytest.approx(np.ones(12))
-    assert Image.open(tmp_path / "found" / "grey.png").size[0] > 1000
+    with Image.open(tmp_path / "found" / "grey.png") as picture:
+        assert picture.size[0] > 1000
 
 
 def test_it_needs_a_run_of_online_detection_and_a_video(trained, tmp_path, capsys):

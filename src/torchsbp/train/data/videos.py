@@ -38,7 +38,7 @@ def open_video(path: Path) -> Video:
     if decoder is not None:
         try:
             return OfTorchcodec(decoder(str(path), dimension_order="NCHW"))
-        except Exception:  # a format that its FFmpeg does not know: PyAV's may
+        except Exception:  # it finds no FFmpeg, or one that does not know this format: PyAV's may
             pass
     try:
         import av
@@ -52,7 +52,7 @@ def open_video(path: Path) -> Video:
 
 @cache
 def torchcodec_decoder() -> Any:
-    """Its class of decoders; None where it is not installed, or finds no FFmpeg."""
+    """Its class of decoders, None where it is not installed."""
     try:
         from torchcodec.decoders import VideoDecoder
     except (ImportError, RuntimeError, OSError):
@@ -64,9 +64,9 @@ class OfTorchcodec:
     def __init__(self, decoder: Any) -> None:
         self.decoder = decoder
         about = decoder.metadata
-        self.begin, self.end = about.begin_stream_seconds, about.end_stream_seconds
-        self.seconds, self.fps = self.end - self.begin, about.average_fps
-        self.last = self.end - 0.5 / self.fps
+        self.begin, end = float(about.begin_stream_seconds), float(about.end_stream_seconds)
+        self.seconds, self.fps = end - self.begin, float(about.average_fps)
+        self.last = end - 0.5 / self.fps
 
     def frames_at(self, times: Sequence[float]) -> Tensor:
         moments = [min(self.begin + time, self.last) for time in times]
