@@ -8,6 +8,8 @@ from ..errors import UsageError
 from .trained import opened, parser
 
 PURPOSE = "find actions in a video"
+SHOWN = 10
+"""segments that are printed"""
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -35,11 +37,11 @@ def run(argv: list[str]) -> None:
         names = its.task.names[:-1]
         found = detect(scores, its.task.options.data.fps)
     own.out.mkdir(parents=True, exist_ok=True)
-    segments = [{"action": names[s.label], "start": s.start, "end": s.end, "score": s.score} for s in found]
+    segments = [{**its._asdict(), "action": names[its.label]} for its in found]
     record = {"video": str(own.video), "times": times, "names": names, "scores": scores.tolist(), "segments": segments}
     (own.out / f"{own.video.stem}.json").write_text(json.dumps(record))
     picture = own.out / f"{own.video.stem}.png"
     draw(picture, own.video.name, times, scores, names, found, video)
-    for its_segment in segments[:10]:
-        print("{start:8.2f} s {end:8.2f} s  {score:.2f}  {action}".format(**its_segment))
+    for label, start, end, score in found[:SHOWN]:
+        print(f"{start:8.2f} s {end:8.2f} s  {score:.2f}  {names[label]}")
     print(f"{len(times)} moments, {len(segments)} segments: {picture}, {picture.with_suffix('.json')}")

@@ -21,10 +21,10 @@ NOISE = 16.0
 class Generated:
     """``count`` videos of ``frames`` frames of ``size`` × ``size`` pixels: a pure function of the seed."""
 
-    names = (BACKGROUND, *ACTIONS, AMBIGUOUS)
     fps = 4.0
 
     def __init__(self, count: int, frames: int, size: int, seed: int) -> None:
+        self.names = [BACKGROUND, *ACTIONS, AMBIGUOUS]
         self.counts = [frames] * count
         made = [generate(frames, size, np.random.default_rng(mixed(seed, video))) for video in range(count)]
         self.pixels = [pixels for pixels, _ in made]
@@ -66,9 +66,9 @@ def generate(frames: int, size: int, draw: np.random.Generator) -> tuple[Tensor,
         kinds.append(np.full(length, kind))
         places.append(np.tile(draw.uniform(0.35, 0.65, 2) * size, (length, 1)))
         begin, idle = begin + length, not idle
-    shapes = draw_shapes(*map(np.concatenate, (kinds, radii, places)), size)
-    dark = draw.uniform(0, 100, (frames, 3, 1, 1))
-    pixels = dark + shapes[:, None] * draw.uniform(50, 155, (frames, 3, 1, 1))
+    shapes = draw_shapes(np.concatenate(kinds), np.concatenate(radii), np.concatenate(places), size)
+    dark = draw.uniform(0, 60, (frames, 3, 1, 1))
+    pixels = dark + shapes[:, None] * draw.uniform(90, 180, (frames, 3, 1, 1))
     pixels += NOISE * draw.standard_normal(pixels.shape, dtype=np.float32)
     return torch.from_numpy(pixels.clip(0, 255).astype(np.uint8)), stretches
 

@@ -85,17 +85,15 @@ class OfPyAV:
         self.stream = self.container.streams.video[0]
         self.stream.thread_type = "AUTO"
         self.fps = float(self.stream.average_rate or self.stream.guessed_rate or 25)
-        self.begin = float((self.stream.start_time or 0) * self.stream.time_base)
-        lasts = self.stream.duration
-        if lasts is not None:
-            self.seconds = float(lasts * self.stream.time_base)
-        else:  # known of the container alone
-            self.seconds = (self.container.duration or 0) / 1e6
+        self.unit = float(self.stream.time_base or 1 / self.fps)
+        self.begin = (self.stream.start_time or 0) * self.unit
+        of_container = (self.container.duration or 0) / 1e6  # where the stream does not say
+        self.seconds = of_container if self.stream.duration is None else self.stream.duration * self.unit
         self.jump(0.0)
 
     def jump(self, time: float) -> None:
         """To the last frame from which decoding can begin, before that moment."""
-        self.container.seek(int((self.begin + time) / self.stream.time_base), stream=self.stream)
+        self.container.seek(int((self.begin + time) / self.unit), stream=self.stream)
         self.coming = self.decoded()
         self.shown = next(self.coming, None)
         self.next = next(self.coming, None)

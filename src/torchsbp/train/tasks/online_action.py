@@ -137,17 +137,17 @@ class OnlineAction(Task):
     @cached_property
     def names(self) -> list[str]:
         """Of the columns of targets: background, actions, ambiguous."""
-        return list(self.valid_videos.names)
+        return self.valid_videos.names
 
     @cached_property
-    def train_data(self) -> Samples:  # type: ignore[override]
+    def train_data(self) -> Samples:
         videos = self.open(training=True)
-        if list(videos.names) != self.names:
+        if videos.names != self.names:
             raise DataError(f"training data have the columns {videos.names}, validation data {self.names}")
         return Samples(Windows(videos, self.options.window), OfClip(train_transform(self.options)), self.seed)
 
     @cached_property
-    def valid_data(self) -> Samples:  # type: ignore[override]
+    def valid_data(self) -> Samples:
         return Samples(WholeVideos(self.valid_videos), OfClip(eval_transform(self.options.data)), self.seed)
 
     def eval_order(self, batch: int, rank: int, world: int) -> EvalOrder:
