@@ -118,6 +118,22 @@ def test_published_settings(name):
     assert (sbp.keep_ratio if sbp else None) == (0.2 if name == "thumos/lstr_sbp" else None)
 
 
+@pytest.mark.parametrize("name", [name for name in recipes() if name.startswith("thumos/")])
+def test_a_recipe_trains(name, tmp_path):
+    """Its own settings, on two short videos, with a smaller encoder and temporal model."""
+    root = layout(tmp_path / "data")
+    targets(root)
+    options = [
+        "--task.encoder.name=resnet18", "--task.temporal.width=32", "--task.temporal.feedforward=32",
+        f"--task.data.root={root}", "--task.data.valid=train", "--task.data.size=32", "--task.data.workers=0",
+        "--epochs=1", "--batch=2", "--micro_batch=1", "--device=cpu", "--precision=float32", "--log.tensorboard=false",
+        "--log.progress=false",
+    ]  # fmt: skip
+    out = tmp_path / "run"
+    assert train([name, *options, f"--out={out}"]) == 0
+    assert [line["kind"] for line in lines(out)] == ["run", "train", "valid", "end"]
+
+
 def test_two_learning_rates_milestones_and_a_warm_up_of_the_encoder(tmp_path):
     options = ["--schedule.name=multistep", "--schedule.warmup_epochs=0", "--epochs=4", "--optimizer.lr=1e-2",
         "--schedule.options={decay_milestones: [2, 3], decay_rate: 0.1}",
