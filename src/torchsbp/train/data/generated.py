@@ -67,8 +67,8 @@ def generate(frames: int, size: int, draw: np.random.Generator) -> tuple[Tensor,
         places.append(np.tile(draw.uniform(0.35, 0.65, 2) * size, (length, 1)))
         begin, idle = begin + length, not idle
     shapes = draw_shapes(np.concatenate(kinds), np.concatenate(radii), np.concatenate(places), size)
-    dark = draw.uniform(0, 60, (frames, 3, 1, 1))
-    pixels = dark + shapes[:, None] * draw.uniform(90, 180, (frames, 3, 1, 1))
+    dark = draw.uniform(0, 40, (frames, 3, 1, 1))
+    pixels = dark + shapes[:, None] * draw.uniform(110, 180, (frames, 3, 1, 1))
     pixels += NOISE * draw.standard_normal(pixels.shape, dtype=np.float32)
     return torch.from_numpy(pixels.clip(0, 255).astype(np.uint8)), stretches
 
