@@ -29,7 +29,7 @@ def test_scores_over_time_and_a_picture(trained, tmp_path, capsys):
     assert "12 moments" in capsys.readouterr().out
     record = json.loads((tmp_path / "found" / "grey.json").read_text())
     assert record["times"] == [0.25 * i for i in range(12)]  # 3 seconds, 4 frames each
-    assert record["names"] == ["Background", "DiscGrows", "DiscShrinks", "SquareGrows", "SquareShrinks"]
+    assert record["names"] == ["Background", "Disc", "Square", "Diamond", "Cross"]
     assert np.array(record["scores"]).sum(1) == pytest.approx(np.ones(12))
     with Image.open(tmp_path / "found" / "grey.png") as picture:
         assert picture.size[0] > 1000

@@ -14,7 +14,15 @@ from torchsbp.report import html, read
 from torchsbp.train.data.generated import Generated
 from torchsbp.train.distributed import Processes
 from torchsbp.train.loop import Trainer
-from torchsbp.train.tasks.online_action import multi_label_loss
+from torchsbp.train.tasks.online_action import (
+    Augment,
+    Data,
+    OfClip,
+    OnlineActionOptions,
+    eval_transform,
+    multi_label_loss,
+    train_transform,
+)
 
 from .runs import evaluate, final, lines, same, train
 from .test_thumos import layout, targets
@@ -59,7 +67,7 @@ def test_it_is_evaluated_and_reported(whole, capsys):
     assert [found[name] for name in names] == [line[name] for name in names]
     assert found["tad"] == pytest.approx(np.mean([found[name] for name in names[2:]]))
     page = html([read(whole)], "Shapes")
-    assert all(text in page for text in ("Per-frame mAP", "Precision by action", "DiscGrows", "clips/s"))
+    assert all(text in page for text in ("Per-frame mAP", "Precision by action", "Diamond", "clips/s"))
 
 
 def test_sbp_saves_a_fifth_of_what_full_backprop_saves(whole, tmp_path):
@@ -94,9 +102,13 @@ def test_it_trains_in_other_ways_too(tmp_path, options):
 
 
 def test_thumos_s_layout_trains(tmp_path):
+    """Also videos that are shorter than the work memory, which are counted."""
     root = layout(tmp_path / "data")
     targets(root)
     options = [f"--task.data.root={root}", "--task.data.source=thumos", "--task.data.valid=train"]
+    options += ["--task.window.work=16", "--batch=3"]
+    task = Trainer(parse("train", ["online", *SMALL, *options]), Processes(torch.device("cpu"))).task
+    assert task.notes == ("1 of 2 videos are shorter than the work memory, 16 frames",)
     assert train(["online", *SMALL, *options, f"--out={tmp_path / 'run'}"]) == 0
     assert lines(tmp_path / "run")[-2]["map"] > 0
 
@@ -167,6 +179,18 @@ def test_the_loss_is_cross_entropy_of_clear_frames():
     more = -logits[0, 0].log_softmax(-1)[1] / clear.sum()
     torch.testing.assert_close(multi_label_loss(logits, both), expected + more)
     assert multi_label_loss(logits, torch.eye(4)[torch.full((2, 5), 3)]) == 0
+
+
+def test_a_clip_is_augmented_as_one():
+    options = OnlineActionOptions(data=Data(size=24), augment=Augment(color_jitter=0.3))
+    frame = torch.randint(0, 256, (3, 30, 40), dtype=torch.uint8)
+    transform = OfClip(train_transform(options))
+    found = [transform(frame.expand(5, -1, -1, -1), None)[0] for _ in range(8)]
+    assert all(clip.shape == (5, 3, 24, 24) and clip.dtype == torch.uint8 for clip in found)
+    assert all(torch.equal(clip[0], other) for clip in found for other in clip[1:])
+    assert len({clip.float().mean().item() for clip in found}) == 8  # of each its own
+    straight = OfClip(eval_transform(Data(size=24, crop_pct=0.8)))(frame.expand(2, -1, -1, -1), None)[0]
+    assert straight.shape == (2, 3, 24, 24)
 
 
 def test_generated_videos_are_a_function_of_their_seed():

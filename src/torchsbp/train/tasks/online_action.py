@@ -144,7 +144,13 @@ class OnlineAction(Task):
         videos = self.open(training=True)
         if videos.names != self.names:
             raise DataError(f"training data have the columns {videos.names}, validation data {self.names}")
-        return Samples(Windows(videos, self.options.window), OfClip(train_transform(self.options)), self.seed)
+        windows = Windows(videos, self.options.window)
+        if windows.short:
+            span = self.options.window.span
+            self.notes = (
+                f"{windows.short} of {len(videos.counts)} videos are shorter than the work memory, {span} frames",
+            )
+        return Samples(windows, OfClip(train_transform(self.options)), self.seed)
 
     @cached_property
     def valid_data(self) -> Samples:
