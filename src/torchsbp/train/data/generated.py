@@ -15,7 +15,7 @@ from .seeds import mixed
 
 ACTIONS = ("Disc", "Square", "Diamond", "Cross")
 RING = len(ACTIONS)
-HIDDEN, RINGS = 0.3, 0.1
+HIDDEN, RINGS = 0.2, 0.1
 """share of an action's frames in which nothing of it is seen, and of shapes that are rings"""
 NOISE = 16.0
 
@@ -62,8 +62,8 @@ def generate(frames: int, size: int, draw: np.random.Generator) -> tuple[Tensor,
         now = slice(begin, begin + length)
         covered[now] = np.where(seen[:, None, None], np.maximum(covered[now], shapes), covered[now])
         stretches.append((1 + kind, begin, begin + length))
-        begin += length + int(draw.integers(8, 17))
-    dark, light = draw.uniform(0, 80, (frames, 3, 1, 1)), draw.uniform(80, 175, (frames, 3, 1, 1))
+        begin += length + int(draw.integers(4, 13))
+    dark, light = draw.uniform(0, 60, (frames, 3, 1, 1)), draw.uniform(100, 180, (frames, 3, 1, 1))
     pixels = dark + covered[:, None] * light + NOISE * draw.standard_normal((frames, 3, size, size), np.float32)
     return torch.from_numpy(pixels.clip(0, 255).astype(np.uint8)), stretches
 
