@@ -49,9 +49,19 @@ def test_gradients_at_ratio_one_are_as_close_as_plain(name):
     assert distance(found, exact) <= 2 * distance(expected, exact)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"per_sample": True, "sampler": "random"},
+        {"per_sample": "balanced", "sampler": "random", "scale": "rows", "exact_downsampling": True, "per_block": True},
+        {"attention": "exact", "keep_ratio": 0.3, "scale": "rows"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["vit", "convnext"])
-def test_compiled_trains_without_recompilation(name):
-    _, eager, x = pair(name, keep_ratio=0.5)
+def test_compiled_trains_without_recompilation(name, options):
+    _, eager, x = pair(name, **{"keep_ratio": 0.5} | options)
     model = copy.deepcopy(eager)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True)
@@ -66,6 +76,41 @@ def test_compiled_trains_without_recompilation(name):
             a = torch.cat([p.grad.flatten() for p in model.parameters()])
             b = torch.cat([p.grad.flatten() for p in eager.parameters()])
             assert (a - b).norm() < 0.02 * b.norm()
+
+
+@pytest.mark.parametrize("name", ["vit", "convnext"])
+def test_a_whole_step_as_a_cuda_graph(name):
+    """Captured once, every replay counts a step and draws its masks: parameters become those of eager training."""
+    _, eager, x = pair(name, keep_ratio=0.5, sampler="random")
+    models = eager, copy.deepcopy(eager)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True) for model in models]
+
+    def train(model, optimizer):
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            loss = model(x).float().square().sum()
+        loss.backward()
+        optimizer.step()
+
+    for model, optimizer in zip(models, optimizers, strict=True):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(3):
+                train(model, optimizer)
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        train(models[1], optimizers[1])
+    torchsbp.set_step(models[1], 3)  # capturing has counted, and has computed nothing
+    drawn = []
+    for _ in range(3):
+        graph.replay()
+        train(eager, optimizers[0])
+        kept, expected = torchsbp.kept(models[1]), torchsbp.kept(eager)
+        assert all(torch.equal(kept[site], expected[site]) for site in kept)
+        drawn.append(torch.cat([positions.flatten() for positions in kept.values()]))
+    assert not torch.equal(drawn[0], drawn[1])
+    for found, wanted in zip(models[1].parameters(), eager.parameters(), strict=True):
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # Inductor's, on what is not enabled here

@@ -118,6 +118,7 @@ def test_sbp_refuses_positions_that_are_repeated_or_out_of_range(keep, message):
 
 @pytest.mark.cuda
 @pytest.mark.skipif("not torch.cuda.is_available()")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_sbp_waits_for_the_device_once_per_shape():
     x, keep = torch.randn(3, 11, 4, device="cuda"), torch.tensor([1, 4, 1], device="cuda")
     with pytest.raises(UsageError, match="keep repeats positions"):

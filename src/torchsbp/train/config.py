@@ -130,6 +130,8 @@ class Log:
 
     every_steps: int = field(default=50, metadata=COUNT)
     progress: bool = True
+    """a bar; where there is no terminal, a line every so many seconds"""
+    every_seconds: float = field(default=30.0, metadata=NOT_NEGATIVE)
     tensorboard: bool = False
     wandb: str | None = None
     """a project's name"""
@@ -151,6 +153,8 @@ class Config:
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     ema: EMA = field(default_factory=EMA)
+    freeze: list[str] = field(default_factory=list)
+    """what is not trained: names of parameters or modules, with * and ?, such as [patch_embed, blocks.0]"""
     precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     compile: bool = False
     channels_last: bool = False
@@ -162,6 +166,8 @@ class Config:
     """with several processes (torchrun): replicate or shard parameters, gradients and optimizer state"""
     eval_every: int = field(default=1, metadata=COUNT)
     """epochs; the last one is always evaluated"""
+    patience: int | None = field(default=None, metadata=COUNT)
+    """stop after so many evaluations without a better value of what decides which checkpoint is best"""
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     log: Log = field(default_factory=Log)
     resume: str | None = None

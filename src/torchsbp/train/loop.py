@@ -11,19 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from tqdm import tqdm
 
 from ..errors import RunError, SignalError
 from ..memory.saved import Saved
 from ..memory.sizes import MIB
 from . import tasks
 from .config import Config
+from .data.broken import Broken
 from .data.loader import loader
 from .data.seeds import mixed, seed_everything
 from .distributed import Processes, any_of, synchronised
 from .evaluation import autocast, evaluated
 from .lasting import Lasting
 from .learner import Learner
+from .progress import progress
 from .record import WEIGHTS
 from .runs import checkpoint
 from .runs.metrics import Clock, Losses, write_sections
@@ -55,6 +56,7 @@ class Trainer(Lasting):
         self.model = self.learner.model
         seed_everything(mixed(config.seed, processes.rank))  # augmentation and stochastic depth differ by process
         self.progress = Progress()
+        self.broken = Broken(self.task.broken, self.say)
         self.signals: Signals | None = None
         self.saved: Saved | None = None
         sharded = isinstance(self.model, FSDPModule)  # whose parameters come and go among what is saved
@@ -101,7 +103,13 @@ class Trainer(Lasting):
         """From where the run is to its end."""
         self.order.start = self.progress.step * self.accumulate
         task, pin = self.task, self.processes.device.type == "cuda"
-        return iter(loader(task.train_data, self.order, task.collate, task.workers, pin))
+        return self.readable(iter(loader(task.train_data, self.order, task.collate, task.workers, pin)))
+
+    def readable(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches alone; what could not be read for them is noted."""
+        for batch, unread in batches:
+            self.broken.add(message for _, message in unread)
+            yield batch
 
     def fit(self) -> None:
         """Train to the end. Raises ``SignalError`` after a signal, when everything is saved."""
@@ -110,13 +118,8 @@ class Trainer(Lasting):
         with self.signals, self.lock() or nullcontext():
             self.resume()
             self.metrics = self.open_metrics()
-            self.bar = tqdm(
-                total=self.steps,
-                initial=self.progress.step,
-                unit="step",
-                dynamic_ncols=True,
-                disable=not (self.config.log.progress and self.processes.main),
-            )
+            log, main = self.config.log, self.processes.main
+            self.bar = progress(self.steps, self.progress.step, log.every_seconds, shown=log.progress and main)
             try:
                 self.run()
             finally:
@@ -129,21 +132,21 @@ class Trainer(Lasting):
         self.clock = Clock(progress.seconds)
         self.losses = Losses(self.processes, {"loss": progress.loss_sum, **progress.losses}, progress.loss_steps)
         batches = self.batches()
-        self.model.train()
+        self.learner.train()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         before = self.clock.seconds, progress.step
         while True:
             if self.due_for_evaluation():
                 self.evaluate()
-            if progress.step >= self.steps:
+            if progress.step >= self.steps or self.out_of_patience():
                 break
             self.clock.start()
             self.losses.add(self.update(batches))
-            self.bar.update()
             stopping = self.stopping()
             if progress.step % config.log.every_steps == 0 or progress.step == self.steps:
                 before = self.record(*before)
+            self.bar.update()
             epoch_ends = progress.step % self.steps_per_epoch == 0
             every = config.checkpoint.every_steps
             if stopping or epoch_ends or (every is not None and progress.step % every == 0):
@@ -214,7 +217,8 @@ class Trainer(Lasting):
             export(weights, path, stored.metadata())
             self.write("end", best=progress.best, best_step=progress.best_step)
             metric = self.task.metric(self.task.best_by)
-            self.say(f"finished: best {metric.name} {progress.best:{metric.format}}, weights in {path}")
+            early = f" at step {progress.step} of {self.steps}, out of patience" if progress.step < self.steps else ""
+            self.say(f"finished{early}: best {metric.name} {progress.best:{metric.format}}, weights in {path}")
 
     # Evaluation
 
@@ -223,6 +227,12 @@ class Trainer(Lasting):
         every = self.config.eval_every * self.steps_per_epoch
         return step > 0 and step != self.progress.evaluated and (step % every == 0 or step == self.steps)
 
+    def out_of_patience(self) -> bool:
+        """Whether as many evaluations as are allowed brought nothing better. Progress alone says so: a run that is
+        resumed stops where another does."""
+        config, since = self.config, self.progress.evaluated - self.progress.best_step
+        return config.patience is not None and since >= config.patience * config.eval_every * self.steps_per_epoch
+
     def evaluate(self) -> None:
         """Metrics of the model and of its average; the checkpoint of this step may become the best."""
         progress, ema = self.progress, self.learner.ema
@@ -230,16 +240,18 @@ class Trainer(Lasting):
         if ema is not None:
             evaluator, averaged = self.test(ema.module)
             values |= {f"ema_{name}": value for name, value in averaged.items()}
-        self.model.train()
+        self.learner.train()
         progress.evaluated = progress.step
         metric = self.task.metric(self.task.best_by)
         value = values[metric.name if ema is None else f"ema_{metric.name}"]
         best = progress.best is None or metric.sign * value > metric.sign * progress.best
         if best:
             progress.best, progress.best_step = value, progress.step
-        self.write("valid", epoch=self.epoch(), seconds=progress.seconds, best=progress.best, **values)
+        self.gather_broken()
+        listed = {"broken": progress.broken} if progress.broken else {}
+        self.write("valid", epoch=self.epoch(), seconds=progress.seconds, best=progress.best, **values, **listed)
         if self.processes.main:
-            write_sections(self.config.out, evaluator.sections())
+            write_sections(self.config.out, {**evaluator.sections(), **self.broken.section()})
             if self.config.log.progress:
                 text = ", ".join(f"{name} {value:{self.task.metric(name).format}}" for name, value in values.items())
                 self.say(f"epoch {self.epoch():.0f}: {text}")
@@ -247,7 +259,7 @@ class Trainer(Lasting):
 
     def test(self, model: nn.Module) -> tuple[Evaluator, dict[str, float]]:
         """A signal ends it: everything was saved before, and the evaluation is done again."""
-        return evaluated(self.task, model, self.config, self.processes, self.stopping)
+        return evaluated(self.task, model, self.config, self.processes, self.broken, self.stopping)
 
 
 def named(loss: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:

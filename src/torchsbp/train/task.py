@@ -59,6 +59,8 @@ class Task:
     """what throughput counts"""
     workers: int = 0
     """processes that read samples, for each process that trains"""
+    broken: int = 0
+    """samples that may be unreadable, if the data are ``Samples(…, replace=True)``; one more ends the run"""
     collate: Callable[[list[Any]], Any] = staticmethod(default_collate)
 
     def __init__(self, options: Any, seed: int) -> None:
@@ -129,6 +131,10 @@ class Task:
     def predictor(self) -> Predictor:
         """For inputs without targets (``torchsbp predict``)."""
         raise UsageError(f"task {self.options.name} has no predictions: its class needs a method predictor()")
+
+    def example(self, samples: int) -> tuple[Tensor, ...]:
+        """What the model is called with, of so many samples (``torchsbp export``)."""
+        raise UsageError(f"task {self.options.name} can't be exported: its class needs a method example(samples)")
 
     def metric(self, name: str) -> Metric:
         """By its name, or that of its value for averaged weights."""

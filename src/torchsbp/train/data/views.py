@@ -12,6 +12,7 @@ from torchvision.transforms import RandomCrop
 from ...errors import UsageError
 from ..ranges import COUNT, NOT_NEGATIVE, SHARE, SHARE_ABOVE_0, SHARE_BELOW_1, ranged, refuse
 from .images import Images, open_images
+from .split import split
 
 WORKERS = ranged(0, 1024)
 
@@ -25,6 +26,10 @@ class Data:
     train: str = "train"
     """the folder, or the shards' pattern (*.tar), below root"""
     valid: str = "val"
+    split: float = field(default=0.0, metadata=SHARE_BELOW_1)
+    """validate with this share of every class of the training images, instead of valid"""
+    split_seed: int = field(default=0, metadata=NOT_NEGATIVE)
+    """which ones; not the run's seed, so that runs of several seeds validate with the same"""
     classes: int | None = field(default=None, metadata=COUNT)
     """needed for shards; otherwise checked if given"""
     size: int = field(default=224, metadata=COUNT)
@@ -36,6 +41,8 @@ class Data:
     """evaluation: the share of the resized image that is cropped"""
     workers: int = field(default=8, metadata=WORKERS)
     """processes that read images, for each process that trains"""
+    broken: int = field(default=0, metadata=NOT_NEGATIVE)
+    """images that may be unreadable: another takes the place of one in training, none in validation"""
 
     def __post_init__(self) -> None:
         if not len(self.mean) == len(self.std) == self.channels:
@@ -71,6 +78,10 @@ def mode_of(data: Data) -> str:
 
 
 def open_part(data: Data, train: bool) -> Images:
+    """What is trained with, or what is validated with."""
+    if data.split:
+        whole = open_images(data.source, data.root, data.train, True, data.classes, mode_of(data))
+        return split(whole, data.split, data.split_seed)[0 if train else 1]
     part = data.train if train else data.valid
     return open_images(data.source, data.root, part, train, data.classes, mode_of(data))
 

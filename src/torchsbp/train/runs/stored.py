@@ -26,9 +26,9 @@ class Stored(NamedTuple):
     """what its task said of the weights"""
     weights: dict[str, Tensor]
 
-    def metadata(self) -> dict[str, Any]:
-        """For ``export``: what makes them stored weights again."""
-        return {"step": self.step, "config": self.config, "weights": self.name, **self.about}
+    def metadata(self) -> dict[str, str]:
+        """What makes weights in another file stored weights again."""
+        return {"step": str(self.step), "config": json.dumps(self.config), "weights": self.name, **self.about}
 
 
 def read_stored(path: Path, wanted: str | None) -> Stored:
@@ -66,7 +66,7 @@ def of_safetensors(path: Path, wanted: str | None) -> Stored:
     except (KeyError, ValueError) as error:
         raise CheckpointError(
             f"{path} does not say how its weights were trained: use those that this version of torchsbp writes (train, "
-            "eval --export), or a checkpoint"
+            "export), or a checkpoint"
         ) from error
     name = about.pop("weights", "model")
     if wanted not in (None, name):

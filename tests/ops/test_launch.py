@@ -1,0 +1,81 @@
+"""Kernels are bound once for a kind of arguments, and what Triton compiles for is all in that kind."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchsbp.ops.launch import _COMPILED, launch
+
+pytest.importorskip("triton")
+
+
+class Kernel:
+    """Stands in for a compiling JITFunction: says what was bound by name, and what was handed over in order."""
+
+    params = tuple(SimpleNamespace(name=name) for name in ("x", "scale", "count", "eps", "C"))
+
+    def __init__(self) -> None:
+        self.bound, self.direct = [], []
+
+    def __getitem__(self, grid):
+        def bind(**arguments):
+            self.bound.append(arguments)
+            return self
+
+        return bind if len(grid) == 1 else lambda *arguments: self.direct.append((grid, arguments))
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    from torchsbp.ops import kernels
+
+    kernel = Kernel()
+    monkeypatch.setattr(kernels, "take", kernel)
+    before = _COMPILED.copy()
+    yield kernel
+    _COMPILED.clear()
+    _COMPILED.update(before)
+
+
+def test_a_second_launch_of_the_same_kind_is_direct(kernel):
+    x, y = torch.zeros(16), torch.ones(32)
+    launch("take", (4,), x=x, count=32, eps=1e-6, scale=None, C=8, num_warps=2)
+    launch("take", (7,), x=y, count=48, eps=1e-5, scale=None, C=8, num_warps=2)
+    assert len(kernel.bound) == 1
+    ((grid, arguments),) = kernel.direct
+    assert grid == (7, 1, 1)
+    assert arguments[0] is y
+    assert arguments[1:] == (None, 48, 1e-5, 8)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"x": torch.zeros(17)[1:]},
+        {"x": torch.zeros(16, dtype=torch.bfloat16)},
+        {"scale": torch.zeros(16)},
+        {"count": 33},
+        {"count": 1},
+        {"count": 2**40},
+        {"C": 16},
+        {"num_warps": 4},
+    ],
+)
+def test_another_kind_is_bound_anew(kernel, other):
+    arguments = {"x": torch.zeros(16), "scale": None, "count": 32, "eps": 1e-6, "C": 8, "num_warps": 2}
+    launch("take", (4,), **arguments)
+    launch("take", (4,), **arguments | other)
+    assert len(kernel.bound) == 2
+    assert not kernel.direct
+
+
+def test_constants_of_kernels_are_in_capitals():
+    """``launch`` tells them by that."""
+    triton = pytest.importorskip("triton")
+    from torchsbp.ops import kernels
+
+    found = [value for value in vars(kernels).values() if isinstance(value, triton.runtime.KernelInterface)]
+    assert found
+    parameters = [parameter for function in found for parameter in getattr(function, "params", ())]
+    assert all(parameter.is_constexpr == parameter.name.isupper() for parameter in parameters)
