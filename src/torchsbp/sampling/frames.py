@@ -25,8 +25,8 @@ def sbp_frames(
     """Encode every frame of ``video [B, T, ...]`` to ``[B, T, ...]``, with gradients through a sampled share of frames.
 
     For models that encode frames apart and relate them later. The frames are a pure function of (seed, step, rank),
-    shared by the batch unless ``per_sample`` ("balanced": over the batch, every frame is kept equally often); the others
-    run without gradients, ``chunk`` frames at a time.
+    shared by the batch unless ``per_sample`` ("balanced": over the batch, every frame is kept equally often). The
+    others run without gradients, ``chunk`` frames at a time.
     """
     if callable(sampler):
         check_calls("sampler", sampler, "shape", "ratios", "key")
