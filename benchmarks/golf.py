@@ -48,7 +48,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "generated": {
         "encoder": {
             "name": "convnext_atto",
-            "options": {"depths": [1, 1, 1, 1], "dims": [16, 32, 48, 64], "patch_size": 2, "ls_init_value": 1.0},
+            "options": {"depths": [1, 1, 1, 1], "dims": [16, 32, 48, 64], "patch_size": 4, "ls_init_value": 1.0},
+            "lr": 2e-3,
             "chunk": 512,
         },
         "mean": [0.485, 0.456, 0.406],

@@ -17,7 +17,7 @@ ACTIONS = ("Disc", "Square", "Diamond", "Cross")
 RING = len(ACTIONS)
 HIDDEN, RINGS = 0.2, 0.1
 """share of an action's frames in which nothing of it is seen, and of shapes that are rings"""
-NOISE = 16.0
+NOISE = 8.0
 
 
 class Generated:
@@ -57,13 +57,13 @@ def generate(frames: int, size: int, draw: np.random.Generator) -> tuple[Tensor,
         length = min(int(draw.integers(8, 17)), frames - begin)
         kind = RING if draw.uniform() < RINGS else int(draw.integers(RING))
         places = np.linspace(draw.uniform(0.3, 0.7, 2), draw.uniform(0.3, 0.7, 2), length) * size
-        shapes = coverage(kind, draw.uniform(0.15, 0.3) * size, places, size)
+        shapes = coverage(kind, draw.uniform(0.25, 0.4) * size, places, size)
         seen = draw.uniform(size=length) >= HIDDEN
         now = slice(begin, begin + length)
         covered[now] = np.where(seen[:, None, None], np.maximum(covered[now], shapes), covered[now])
         stretches.append((1 + kind, begin, begin + length))
         begin += length + int(draw.integers(4, 13))
-    dark, light = draw.uniform(0, 60, (frames, 3, 1, 1)), draw.uniform(100, 180, (frames, 3, 1, 1))
+    dark, light = draw.uniform(0, 60, (frames, 3, 1, 1)), draw.uniform(110, 190, (frames, 3, 1, 1))
     pixels = dark + covered[:, None] * light + NOISE * draw.standard_normal((frames, 3, size, size), np.float32)
     return torch.from_numpy(pixels.clip(0, 255).astype(np.uint8)), stretches
 
