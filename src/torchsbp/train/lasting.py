@@ -64,6 +64,7 @@ class Lasting:
         progress.loss_sum = progress.losses.pop("loss")
         content = {
             "config": self.described(),
+            "about": self.task.weights_about(),
             "progress": progress.state(),
             **self.learner.state(),
             "sampler": {"seed": self.config.seed, "start": progress.step * self.accumulate},
@@ -119,8 +120,8 @@ class Lasting:
         return False
 
     def restore(self, path: Path, content: dict[str, Any]) -> None:
-        progress, processes = Progress.of(content["progress"]), self.processes
-        differing = differences(content["config"], self.described())
+        progress, processes, config = Progress.of(content["progress"]), self.processes, self.config
+        differing = differences(content["config"], config)
         if differing:
             self.say(f"{path} was made with other settings; now {', '.join(differing)}")
         if progress.step * self.accumulate != content["sampler"]["start"] or progress.step > self.steps:
@@ -147,7 +148,7 @@ class Lasting:
         about = {"config": described, "task": self.task.described(), "environment": environment(self.processes)}
         if metrics.about is None:
             metrics.write("run", 0, **about, steps=self.steps)
-        elif changed := differences(metrics.about.get("config", {}), described):
+        elif changed := differences(metrics.about.get("config", {}), config):
             when = datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds")
             metrics.write("run", self.progress.step, **about, steps=self.steps, changed=changed, when=when)
         return metrics

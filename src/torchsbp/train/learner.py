@@ -1,6 +1,5 @@
 """What is trained: a model, the average of its weights, optimizer, schedule and scaler; made, saved and restored."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +48,6 @@ class Learner:
             self.model.compile()
         return nn.parallel.DistributedDataParallel(self.model) if several and parallel == "ddp" else self.model
 
-    def autocast(self) -> Any:
-        if self.config.precision == "float32":
-            return nullcontext()
-        return torch.autocast(self.processes.device.type, getattr(torch, self.config.precision))
-
     def best_weights(self) -> dict[str, Any]:
         """The average, if there is one."""
         return model_state(self.model if self.ema is None else self.ema.module)
@@ -87,10 +81,3 @@ class Learner:
         if with_schedule:
             self.schedule.load_state_dict(content["schedule"])
         self.scaler.load_state_dict(content["scaler"])
-
-    def load_weights(self, content: dict[str, Any], weights: str, path: Path) -> None:
-        """Of a checkpoint, those called "model" or "ema", and nothing else of it."""
-        if content[weights] is None:
-            raise CheckpointError(f"{path} has no average of weights: use --weights model")
-        check_fit(self.model.state_dict(), content[weights], head_names(self.model), str(path))
-        load_model(self.model, content[weights])

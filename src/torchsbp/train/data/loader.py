@@ -30,6 +30,18 @@ def loader(
     )
 
 
+def reader(items: Any, batch: int, workers: int) -> DataLoader[Any]:
+    """Lists of so many items, in their order."""
+    return DataLoader(
+        items,
+        batch_size=batch,
+        collate_fn=list,
+        num_workers=workers,
+        worker_init_fn=leave_signals_to_the_loop,
+        generator=torch.Generator(),
+    )
+
+
 def leave_signals_to_the_loop(_: int) -> None:
     """Ctrl-C and job managers signal every process of a run; workers end when the process that started them says so."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
