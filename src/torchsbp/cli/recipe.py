@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from ..train.config import Config
 
+LONGEST = 1024
+"""of a path"""
 RECIPES = Path(str(files("torchsbp") / "recipes"))
 
 
@@ -123,7 +125,7 @@ def read(text: str) -> Any:
     import yaml
 
     try:
-        path = Path(text)
-        return yaml.safe_load(path.read_text() if path.is_file() else text)
+        is_file = len(text) < LONGEST and Path(text).is_file()  # of a longer one the operating system would complain
+        return yaml.safe_load(Path(text).read_text() if is_file else text)
     except (OSError, ValueError, yaml.YAMLError):
         return None

@@ -20,21 +20,24 @@ def sbp_frames(
     seed: int = 0,
     rank: int = 0,
     chunk: int | None = None,
+    per_sample: bool = False,
 ) -> Tensor:
     """Encode every frame of ``video [B, T, ...]`` to ``[B, T, ...]``, with gradients through a sampled share of frames.
 
-    For models that encode frames apart and relate them later. The frames are a pure function of (seed, step, rank) and
-    shared by the batch; the others run without gradients, ``chunk`` frames at a time.
+    For models that encode frames apart and relate them later. The frames are a pure function of (seed, step, rank),
+    shared by the batch unless ``per_sample``; the others run without gradients, ``chunk`` frames at a time.
     """
     if callable(sampler):
         check_calls("sampler", sampler, "shape", "ratios", "key")
     expect_arguments(encoder, video, step, seed, rank, chunk)
+    expect("per_sample", per_sample, bool, "True: frames for each video of the batch; False: the same for all")
     ratio = schedules.check_ratio(keep_ratio)
     refuse_batch_norm(encoder)
     frames = video.shape[1]
     count = torch.as_tensor(step, dtype=torch.int64, device=video.device)
-    order = samplers.ordered(sampler, (frames, 1, 1), (ratio,), samplers.draw_key(seed, count, rank, 1))
-    keep = samplers.first(order, samplers.count(sampler, (frames, 1, 1), ratio))[0]
+    key = samplers.draw_key(seed, count, rank, video.shape[0] if per_sample else 1)
+    order = samplers.ordered(sampler, (frames, 1, 1), (ratio,), key)
+    keep = samplers.first(order, samplers.count(sampler, (frames, 1, 1), ratio))
     return encode_frames(encoder, video, keep, chunk)
 
 
