@@ -60,6 +60,8 @@ class Task:
     workers: int = 0
     """processes that read samples, for each process that trains"""
     collate: Callable[[list[Any]], Any] = staticmethod(default_collate)
+    channels_last: torch.memory_format = torch.channels_last
+    """what the option of this name means for the model's convolutions"""
 
     def __init__(self, options: Any, seed: int) -> None:
         self.options, self.seed = options, seed

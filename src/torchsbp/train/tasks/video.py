@@ -23,7 +23,7 @@ from ..data.samples import Samples
 from ..ranges import COUNT, SHARE, SHARE_ABOVE_0, ranged, refuse
 from ..task import Task, TaskOptions
 from ..video.evaluation import Batch, Views, metrics
-from ..video.model import Classifier, Frames, Model, groups, make_model, patches
+from ..video.model import Classifier, Frames, Model, groups, is_video, make_model, patches
 from ..video.picture import strip
 from ..video.views import Augment, EvalViews, TrainView
 from . import register
@@ -96,6 +96,8 @@ class Video(Task):
         self.counts = [len(names) for names in self.classes.values()]
         self.metrics = metrics(list(self.classes), self.counts)
         self.workers = options.data.workers
+        if is_video(options.model.name):
+            self.channels_last = torch.channels_last_3d
         self.notes: dict[str, set[str]] = {}
         self.sampled: nn.Module | None = None
         """the model that SBP is applied to"""
@@ -161,7 +163,10 @@ class Video(Task):
         if training:
             for note in notes:
                 self.notes.setdefault(note.kind, set()).add(note.text)
-        return self.normalised(clips), labels.to(self.device, non_blocking=True), notes
+        clips = self.normalised(clips)
+        if training and self.memory_format == torch.channels_last_3d:
+            clips = clips.contiguous(memory_format=self.memory_format)
+        return clips, labels.to(self.device, non_blocking=True), notes
 
     def normalised(self, clips: Tensor) -> Tensor:
         """Of 0 to 255, on the device."""

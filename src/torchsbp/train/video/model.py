@@ -53,6 +53,11 @@ class Model:
     """of timm: frames that are seen at a time where no gradients are needed"""
 
 
+def is_video(name: str) -> bool:
+    """Whether a model of that name has convolutions over time; the others see single frames."""
+    return name in SWIN or name.startswith(TRANSFORMERS)
+
+
 class Classifier(nn.Module):
     """Clips ``[B, 3, T, H, W]`` to logits ``[B, classes]``, those of several heads side by side."""
 
@@ -133,16 +138,16 @@ def of_transformers(config: Model, frames: int, size: int) -> nn.Module:
         import transformers
     except ImportError as error:
         raise UsageError("transformers is not installed; pip install 'torchsbp[transformers]'") from error
-    if config.drop_path:
-        raise UsageError(
-            f"task.model.drop_path={config.drop_path}: transformers has its own, if any, in task.model.options"
-        )
     name = config.name.removeprefix(TRANSFORMERS)
     kind = getattr(transformers, name, None)
     if not name.endswith("ForVideoClassification") or kind is None:
         known = [its for its in dir(transformers) if its.endswith("ForVideoClassification")]
         raise UsageError(
             f"task.model.name {config.name} is unknown; known: {', '.join(TRANSFORMERS + its for its in known)}"
+        )
+    if config.drop_path:
+        raise UsageError(
+            f"task.model.drop_path={config.drop_path}: transformers has its own, if any, in task.model.options"
         )
     clip = {"image_size": size, "num_frames": frames, "crop_size": size, "frames_per_clip": frames}
     fields = kind.config_class()
