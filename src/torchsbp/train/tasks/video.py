@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from ..config import Optimizer
 
 FRAME_SAMPLERS = ("frames", "frames_jitter")
-MOVING = 24
-"""generated: frames of a video beyond those of a clip"""
+LONGER = 1.25
+"""generated: frames of a video over those that a clip spans"""
 
 
 @dataclass
@@ -115,7 +115,7 @@ class Video(Task):
             return Epic(data.root, part, data.held_out, training)
         if data.source == "list":
             return Listed(data.root, part)
-        frames = self.sampling.span + MOVING
+        frames = round(LONGER * self.sampling.span)
         return Moving(data.videos[not training], frames, data.size, seed=int(training))
 
     @property
