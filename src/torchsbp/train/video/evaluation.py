@@ -93,7 +93,7 @@ class Views(Evaluator):
     def sections(self) -> dict[str, str | bytes]:
         found: dict[str, str | bytes] = {}
         if self.first is not None:
-            found["Frames of a clip"] = self.picture(self.first)
+            found["Frames of a clip, and with SBP what the last step kept"] = self.picture(self.first)
         for head, accuracy in zip(self.heads, self.accuracies, strict=True):
             if hasattr(accuracy, "total"):
                 before = "" if len(self.heads) == 1 else f"{head.capitalize()}: "
