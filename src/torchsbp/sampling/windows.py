@@ -108,8 +108,8 @@ def _made_once(partition: Partition, device: torch.device) -> Cut:
 def first_in_each(order: Tensor, partition: Partition, ratio: float) -> tuple[Tensor, Windows]:
     """The first max(1, round(r · m)) of the m positions of every window by the order ``[samples, n]``.
 
-    Positions ``[samples, kept]`` come window after window. Where a window holds padding, m is less than its area: padding
-    fills the count up to that of the others and is not among the positions.
+    Positions ``[samples, kept]`` come window after window. Where a window holds padding, m is less than its area:
+    padding fills the count up to that of the others and is not among the positions.
     """
     samples, n, area = *order.shape, partition.area
     k = share(ratio, area)
