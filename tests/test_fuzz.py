@@ -27,11 +27,13 @@ ANY: list[Any] = [
 GOOD: dict[str, list[Any]] = {
     "keep_ratio": [0.5, 1, 0.25, (0.25, 0.75), [0.5, 0.5], 1e-6, schedules.ramp(0.5, steps=8)],
     "sampler": ["grid", "random", "checkerboard", "frames", "frames_jitter"],
-    "attention": ["query", "qkv", "head"],
+    "attention": ["query", "qkv", "head", "exact"],
     "blocks": [None, 0.5, 1.0, [0], [-1], ["blocks.*"], ["stages.*"], lambda name, block: True],
     "scope": ["branch", "block"],
-    "per_sample": [True, False],
-    "scale": ["none", "weight"],
+    "per_sample": [True, False, "balanced"],
+    "per_block": [True, False],
+    "exact_downsampling": [True, False],
+    "scale": ["none", "weight", "rows"],
     "recompute": [True, False, 0.5],
     "seed": [0, -3, 2**70],
 }

@@ -40,7 +40,7 @@ def arguments() -> argparse.ArgumentParser:
     result.add_argument("--out", type=Path, default=Path("predictions"), help="a folder (default: %(default)s)")
     result.add_argument("--batch", type=positive, default=32, help="images per forward (default: %(default)s)")
     result.add_argument(
-        "--pictures", type=int, default=200, help="how many the page shows at most (default: %(default)s)"
+        "--pictures", type=positive, default=200, help="how many the page shows at most (default: %(default)s)"
     )
     return result
 
@@ -71,7 +71,7 @@ def predictions(predictor: "Predictor", its: Opened, paths: list[Path], batch: i
     from ..train.data.loader import reader
     from ..train.evaluation import autocast
 
-    for part in reader(Readable(predictor, paths), batch, its.task.workers):
+    for part in reader(Inputs(predictor, paths), batch, its.task.workers):
         good = [found for _, found, error in part if error is None]
         with torch.no_grad(), autocast(its.config, its.processes.device):
             told = iter(predictor.predict(its.model, good) if good else [])
@@ -79,7 +79,7 @@ def predictions(predictor: "Predictor", its: Opened, paths: list[Path], batch: i
             yield path, next(told) if error is None else error
 
 
-class Readable:
+class Inputs:
     """(path, input, None) of every file, or (path, None, why it can't be read)."""
 
     def __init__(self, predictor: "Predictor", paths: list[Path]) -> None:

@@ -61,8 +61,18 @@ class Drawn(NamedTuple):
     sites: tuple[Kept, ...]
 
 
+class Order(NamedTuple):
+    """Orders of the positions of a grid, one per mask, as they were drawn for these ratios with that key."""
+
+    order: Tensor
+    grid: Grid
+    ratios: tuple[float, ...]
+    key: Tensor
+
+
 class Masks:
-    """One mask per training forward for all layers of a backbone, drawn on the coarsest grid that is sampled.
+    """One mask per training forward for all layers of a backbone, drawn on the coarsest grid that is sampled; or, if
+    they are drawn ``per_block``, one for each of them, on its own grid.
 
     ``shrinks`` has what every stage does to the grid at first; ``ratios`` the keep-ratio of every site, None while a
     schedule has not been told the step. The step counter is a buffer of the entry module, so that it follows the model
@@ -73,12 +83,13 @@ class Masks:
         self,
         sampler: str | samplers.Sampler,
         seed: int,
-        per_sample: bool,
+        per_sample: bool | str,
+        per_block: bool,
         prefix: int,
         shrinks: tuple[tuple[Callable[[Grid], Grid], ...], ...],
         sites: tuple[SiteSpec, ...],
     ) -> None:
-        self.sampler, self.seed, self.per_sample = sampler, seed, per_sample
+        self.sampler, self.seed, self.per_sample, self.per_block = sampler, seed, per_sample, per_block
         self.prefix, self.shrinks, self.sites = prefix, shrinks, sites
         self.ratios: tuple[float, ...] | None = None
         self.pending: Forward | None = None  # masks are not drawn yet
@@ -122,31 +133,37 @@ class Masks:
 
     def _draw(self, forward: Forward) -> Drawn:
         assert forward.ratios is not None
-        samples = forward.batch if self.per_sample else 1
+        samples = forward.batch if self.per_sample is True else 1
         key = samplers.draw_key(self.seed, forward.step, _rank(), samples)
-        order = samplers.ordered(self.sampler, self._coarsest(forward), forward.ratios, key)
+        coarsest = forward.grids[max(site.stage for site in self.sites)]
+        drawn = None if self.per_block else self._order(forward.batch, coarsest, forward.ratios, key)
         same: dict[tuple[int, float, Partition | None], Kept] = {}  # stage, ratio and windows decide about rows
         sites = []
-        for site, ratio in zip(self.sites, forward.ratios, strict=True):
-            partition = None if site.cut is None else site.cut(forward.grids[site.stage])
-            what = site.stage, ratio, partition
+        for number, (site, ratio) in enumerate(zip(self.sites, forward.ratios, strict=True)):
+            grid = forward.grids[site.stage]
+            what = site.stage, ratio, None if site.cut is None else site.cut(grid)
+            if self.per_block:
+                drawn, same = self._order(forward.batch, grid, (ratio,), samplers.another(key, number)), {}
+            assert drawn is not None
             if what not in same:
-                same[what] = self._rows(forward, order, key, *what)
+                same[what] = self._rows(forward, drawn, *what)
             rows, inverse, _, cut = same[what]  # not _replace: torch 2.11 does not compile what that makes
-            sites.append(Kept(rows, inverse, self._heads(site.heads, ratio, key), cut))
+            sites.append(Kept(rows, inverse, self._heads(site.heads, ratio, drawn.key), cut))
         return Drawn(forward.batch, forward.grids, tuple(sites))
 
-    def _rows(
-        self, forward: Forward, order: Tensor, key: Tensor, stage: int, ratio: float, partition: Partition | None
-    ) -> Kept:
+    def _order(self, batch: int, grid: Grid, ratios: tuple[float, ...], key: Tensor) -> Order:
+        order = samplers.ordered(self.sampler, grid, ratios, key)
+        if self.per_sample == "balanced":
+            order = samplers.balanced(order, [samplers.count(self.sampler, grid, r) for r in ratios], batch)
+        return Order(order, grid, ratios, key)
+
+    def _rows(self, forward: Forward, drawn: Order, stage: int, ratio: float, partition: Partition | None) -> Kept:
         if ratio == 1:
             return Kept()
-        assert forward.ratios is not None
-        fine, coarse, cut = forward.grids[stage], self._coarsest(forward), None
+        order, coarse, ratios, key = drawn
+        fine, cut = forward.grids[stage], None
         order = samplers.enlarge(order, coarse, fine)
-        counts = {
-            r: samplers.enlarged_count(samplers.count(self.sampler, coarse, r), coarse, fine) for r in forward.ratios
-        }
+        counts = {r: samplers.enlarged_count(samplers.count(self.sampler, coarse, r), coarse, fine) for r in ratios}
         if partition is None:
             positions = samplers.first(order, counts[ratio])
         else:  # windows have a few positions more or less to keep than the order says: these differ from step to step
@@ -160,10 +177,6 @@ class Masks:
         first = torch.arange(forward.batch, device=order.device) * n
         rows = (first[:, None] + positions).flatten()
         return Kept(rows, device_of(rows).inverse(rows, forward.batch * n), None, cut)
-
-    def _coarsest(self, forward: Forward) -> Grid:
-        """The grid of the last stage that is sampled."""
-        return forward.grids[max(site.stage for site in self.sites)]
 
     def _heads(self, heads: int, ratio: float, key: Tensor) -> Tensor | None:
         """Kept heads of a site: a random subset, at least one, the same for the batch."""

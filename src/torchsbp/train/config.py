@@ -153,6 +153,8 @@ class Config:
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     ema: EMA = field(default_factory=EMA)
+    freeze: list[str] = field(default_factory=list)
+    """what is not trained: names of parameters or modules, with * and ?, such as [patch_embed, blocks.0]"""
     precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     compile: bool = False
     channels_last: bool = False

@@ -10,6 +10,7 @@ from torch import nn
 from ..errors import CheckpointError
 from .config import Config
 from .distributed import Processes, shard
+from .freeze import freeze
 from .optimizer import make_optimizer
 from .runs.state import load_model, load_optimizer, model_state, optimizer_state
 from .runs.weights import check_fit, head_names
@@ -25,6 +26,7 @@ class Learner:
         layout = task.channels_last if config.channels_last else torch.contiguous_format
         task.to(processes.device, layout)
         self.model = task.model(start)
+        self.still = freeze(self.model, config.freeze)
         sbp = config.sbp.build(config.seed, batches)
         self.sbp = sbp is not None
         if sbp is not None:
@@ -36,6 +38,12 @@ class Learner:
         self.parallel = self.wrap()
         self.optimizer, self.schedule = make_optimizer(task.parameters(self.model, config.optimizer), config, steps)
         self.scaler = torch.amp.GradScaler(processes.device.type, enabled=config.precision == "float16")
+
+    def train(self) -> None:
+        """Into training mode, but for frozen norms."""
+        self.model.train()
+        for norm in self.still:
+            norm.eval()
 
     def wrap(self) -> nn.Module:
         """Compiled and made parallel, around the same parameters."""

@@ -17,6 +17,7 @@ from ..memory.saved import Saved
 from ..memory.sizes import MIB
 from . import tasks
 from .config import Config
+from .data.broken import Broken
 from .data.loader import loader
 from .data.seeds import mixed, seed_everything
 from .distributed import Processes, any_of, synchronised
@@ -55,6 +56,7 @@ class Trainer(Lasting):
         self.model = self.learner.model
         seed_everything(mixed(config.seed, processes.rank))  # augmentation and stochastic depth differ by process
         self.progress = Progress()
+        self.broken = Broken(self.task.broken, self.say)
         self.signals: Signals | None = None
         self.saved: Saved | None = None
         sharded = isinstance(self.model, FSDPModule)  # whose parameters come and go among what is saved
@@ -101,7 +103,13 @@ class Trainer(Lasting):
         """From where the run is to its end."""
         self.order.start = self.progress.step * self.accumulate
         task, pin = self.task, self.processes.device.type == "cuda"
-        return iter(loader(task.train_data, self.order, task.collate, task.workers, pin))
+        return self.readable(iter(loader(task.train_data, self.order, task.collate, task.workers, pin)))
+
+    def readable(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches alone; what could not be read for them is noted."""
+        for batch, unread in batches:
+            self.broken.add(message for _, message in unread)
+            yield batch
 
     def fit(self) -> None:
         """Train to the end. Raises ``SignalError`` after a signal, when everything is saved."""
@@ -124,7 +132,7 @@ class Trainer(Lasting):
         self.clock = Clock(progress.seconds)
         self.losses = Losses(self.processes, {"loss": progress.loss_sum, **progress.losses}, progress.loss_steps)
         batches = self.batches()
-        self.model.train()
+        self.learner.train()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         before = self.clock.seconds, progress.step
@@ -232,16 +240,18 @@ class Trainer(Lasting):
         if ema is not None:
             evaluator, averaged = self.test(ema.module)
             values |= {f"ema_{name}": value for name, value in averaged.items()}
-        self.model.train()
+        self.learner.train()
         progress.evaluated = progress.step
         metric = self.task.metric(self.task.best_by)
         value = values[metric.name if ema is None else f"ema_{metric.name}"]
         best = progress.best is None or metric.sign * value > metric.sign * progress.best
         if best:
             progress.best, progress.best_step = value, progress.step
-        self.write("valid", epoch=self.epoch(), seconds=progress.seconds, best=progress.best, **values)
+        self.gather_broken()
+        listed = {"broken": progress.broken} if progress.broken else {}
+        self.write("valid", epoch=self.epoch(), seconds=progress.seconds, best=progress.best, **values, **listed)
         if self.processes.main:
-            write_sections(self.config.out, evaluator.sections())
+            write_sections(self.config.out, {**evaluator.sections(), **self.broken.section()})
             if self.config.log.progress:
                 text = ", ".join(f"{name} {value:{self.task.metric(name).format}}" for name, value in values.items())
                 self.say(f"epoch {self.epoch():.0f}: {text}")
@@ -249,7 +259,7 @@ class Trainer(Lasting):
 
     def test(self, model: nn.Module) -> tuple[Evaluator, dict[str, float]]:
         """A signal ends it: everything was saved before, and the evaluation is done again."""
-        return evaluated(self.task, model, self.config, self.processes, self.stopping)
+        return evaluated(self.task, model, self.config, self.processes, self.broken, self.stopping)
 
 
 def named(loss: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:

@@ -59,6 +59,8 @@ class Task:
     """what throughput counts"""
     workers: int = 0
     """processes that read samples, for each process that trains"""
+    broken: int = 0
+    """samples that may be unreadable, if the data are ``Samples(…, replace=True)``; one more ends the run"""
     collate: Callable[[list[Any]], Any] = staticmethod(default_collate)
     channels_last: torch.memory_format = torch.channels_last
     """what the option of this name means for the model's convolutions"""

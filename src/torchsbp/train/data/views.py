@@ -41,6 +41,8 @@ class Data:
     """evaluation: the share of the resized image that is cropped"""
     workers: int = field(default=8, metadata=WORKERS)
     """processes that read images, for each process that trains"""
+    broken: int = field(default=0, metadata=NOT_NEGATIVE)
+    """images that may be unreadable: another takes the place of one in training, none in validation"""
 
     def __post_init__(self) -> None:
         if not len(self.mean) == len(self.std) == self.channels:

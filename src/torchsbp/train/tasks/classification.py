@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import timm
@@ -24,7 +24,7 @@ from ..data.samples import Samples
 from ..data.seeds import generators_kept
 from ..data.views import Augment, Data, OfImage, check_names, eval_transform, mode_of, open_part, train_transform
 from ..predictor import Prediction, Predictor
-from ..ranges import NOT_NEGATIVE, SHARE_BELOW_1
+from ..ranges import NOT_NEGATIVE, SHARE_BELOW_1, refuse
 from ..record import Metric
 from ..runs.weights import load_weights
 from ..task import Task, TaskOptions
@@ -62,6 +62,8 @@ class ClassificationOptions(TaskOptions):
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     augment: Augment = field(default_factory=Augment)
+    class_weights: Literal["none", "balanced"] | list[float] = field(default="none", metadata=NOT_NEGATIVE)
+    """of the loss. balanced: images / (classes · images of the class); or one for each class, in the order of names"""
 
 
 @register("classification")
@@ -83,7 +85,7 @@ class Classification(Task):
         super().__init__(options, seed)
         check_names(options.augment)
         self.names, self.classes = known or (self.train_images.names, self.train_images.classes)
-        self.workers = options.data.workers
+        self.workers, self.broken = options.data.workers, options.data.broken
         if self.classes <= MANY:
             self.metrics = tuple(metric for metric in self.metrics if metric.name != "top5")
         self.mix = self.mixup(options.augment)
@@ -101,13 +103,13 @@ class Classification(Task):
     @cached_property
     def train_data(self) -> Samples:
         transform = train_transform(self.options.data, self.options.augment)
-        return Samples(self.train_images, OfImage(transform), self.seed)
+        return Samples(self.train_images, OfImage(transform), self.seed, replace=self.broken > 0)
 
     @cached_property
     def valid_data(self) -> Samples:
         images = open_part(self.options.data, train=False)
         check_same_classes(self, images)
-        return Samples(images, OfImage(self.eval_transform), self.seed)
+        return Samples(images, OfImage(self.eval_transform), self.seed, replace=self.broken > 0)
 
     @cached_property
     def eval_transform(self) -> Callable[[Any], Any]:
@@ -124,6 +126,11 @@ class Classification(Task):
         )
 
     def check(self, micro_batch: int) -> None:
+        if self.class_weights is not None and self.mix is not None:
+            raise UsageError(
+                "task.class_weights and mixup: a mixed image has two classes; set task.augment.mixup and cutmix to 0, "
+                "or task.class_weights to none"
+            )
         if self.mix is not None and micro_batch % 2:
             raise UsageError(f"mixup and cutmix mix pairs: images per forward must be even, found {micro_batch}")
 
@@ -186,10 +193,34 @@ class Classification(Task):
         pixels = pixels.to(self.device, non_blocking=True)
         return ((pixels.float() - self.mean) / self.std).contiguous(memory_format=self.memory_format)
 
+    @cached_property
+    def class_weights(self) -> Tensor | None:
+        """One for each class, or none."""
+        given, name = self.options.class_weights, "task.class_weights"
+        if given == "none":
+            return None
+        if given == "balanced":
+            counts = torch.bincount(torch.tensor(self.train_images.labels), minlength=self.classes)
+            if not counts.all():
+                lacking = [self.name_of(number) for number in (counts == 0).nonzero().flatten().tolist()]
+                raise DataError(f"{name} balanced: {named(lacking)} has no training images")
+            return counts.sum() / (self.classes * counts)
+        if len(given) != self.classes or not any(given):
+            refuse(name, given, f"none, balanced, or {self.classes} numbers, not all 0: {named(self.names)}")
+        return torch.tensor(given, dtype=torch.float32)
+
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         images, targets = batch
         smoothing = 0.0 if targets.is_floating_point() else self.options.augment.smoothing  # mixed ones are smooth
-        return F.cross_entropy(model(images).float(), targets, label_smoothing=smoothing)
+        scores = model(images).float()
+        if self.class_weights is None:
+            return F.cross_entropy(scores, targets, label_smoothing=smoothing)
+        # The mean over images, not over weights: that of a batch does not depend on how it is cut into micro-batches.
+        weights = self.class_weights.to(scores.device)
+        return F.cross_entropy(scores, targets, weights, reduction="none", label_smoothing=smoothing).mean()
+
+    def name_of(self, number: int) -> str:
+        return self.names[number] if self.names else str(number)
 
     def weights_about(self) -> dict[str, str]:
         """The classes' names, in the order of the model's outputs."""
@@ -214,7 +245,7 @@ class Labels(Predictor):
     def __init__(self, task: Classification) -> None:
         self.task, self.transform = task, task.eval_transform
         self.mode = mode_of(task.options.data)
-        self.names = task.names or [str(number) for number in range(task.classes)]
+        self.names = [task.name_of(number) for number in range(task.classes)]
 
     def read(self, path: Path) -> Any:
         with path.open("rb") as file:
