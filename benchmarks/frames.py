@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--chunk", type=int, default=64, help="frames encoded at a time without gradients")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--limit", type=float, default=150, help="seconds for a method to prepare, and to be measured")
+    parser.add_argument("--limit", type=float, default=240, help="seconds for a method to prepare, and to be measured")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     parser.add_argument("--commit", default="", help="commit to record, instead of what git says")
     parser.add_argument("--show", type=Path, help="print the tables of a JSON file and stop")

@@ -118,7 +118,7 @@ def configuration(args: argparse.Namespace, which: str, arm: str, seed: int, epo
                 crop_pct=1.0,
                 workers=0,
                 fps=30.0,
-                videos=(128, 64),
+                videos=(args.clips or 128, args.clips or 64),
             ),
             augment=Augment(scale=(0.6, 1.0), hflip=0.0 if golf else 0.5),  # left-handed swings are other swings
         ),

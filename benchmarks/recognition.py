@@ -27,8 +27,22 @@ from golf import CLIPS, PHASES, WORK, collect, decode
 
 ARMS = {"full": None, "r=0.5": 0.5, "r=0.25": 0.25}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "golf": {"size": 96, "width": 48, "depths": [2, 2, 6, 2], "window": [4, 6, 6], "scale": (0.6, 1.0), "drop_path": 0.1},
-    "generated": {"size": 64, "width": 24, "depths": [1, 1, 3, 1], "window": [4, 4, 4], "scale": (0.7, 1.0), "drop_path": 0.0},
+    "golf": {
+        "size": 96,
+        "width": 48,
+        "depths": [2, 2, 6, 2],
+        "window": [4, 6, 6],
+        "scale": (0.6, 1.0),
+        "drop_path": 0.1,
+    },
+    "generated": {
+        "size": 64,
+        "width": 24,
+        "depths": [1, 1, 3, 1],
+        "window": [4, 4, 4],
+        "scale": (0.7, 1.0),
+        "drop_path": 0.0,
+    },
 }
 FRAMES, TIMED = 16, 10
 """of a clip; seconds in which every arm is timed, beside the others"""

@@ -20,7 +20,7 @@ from .commands import run
 def test_help_lists_the_commands(capsys):
     status, out, _ = run(capsys)
     assert status == 0
-    expected = "eval export models plan predict profile recipe recipes report study train"
+    expected = "detect eval export frames models plan predict profile recipe recipes report study targets train"
     assert " ".join(main.commands()) == expected
     assert all(f"  {name} " in out and command.PURPOSE in out for name, command in main.commands().items())
 

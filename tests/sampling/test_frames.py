@@ -46,6 +46,19 @@ def test_frames_of_each_video_of_the_batch():
     assert {tuple(its.nonzero().flatten().tolist()) for its in touched} == {(0, 4), (1, 5), (2, 6), (3, 7)}
 
 
+def test_balanced_over_the_batch():
+    """Eight videos, two of eight frames each: every frame twice."""
+    video = VIDEO.repeat(4, 1, 1, 1, 1).requires_grad_()
+    torchsbp.sbp_frames(encoder(), video, 0.25, step=3, per_sample="balanced").sum().backward()
+    touched = video.grad.flatten(2).abs().sum(-1) > 0
+    assert touched.sum(1).tolist() == [2] * 8
+    assert touched.sum(0).tolist() == [2] * 8
+    with pytest.raises(ValueError, match=r'per_sample="balanced" needs sampler="frames", found \'frames_jitter\''):
+        torchsbp.sbp_frames(encoder(), VIDEO, 0.25, step=0, per_sample="balanced", sampler="frames_jitter")
+    with pytest.raises(ValueError, match=r"per_sample='some' is not allowed; allowed: False, True, \"balanced\""):
+        torchsbp.sbp_frames(encoder(), VIDEO, 0.25, step=0, per_sample="some")
+
+
 def test_chunks_are_of_equal_size():
     sizes = []
 

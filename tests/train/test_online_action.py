@@ -14,7 +14,15 @@ from torchsbp.report import html, read
 from torchsbp.train.data.generated import Generated
 from torchsbp.train.distributed import Processes
 from torchsbp.train.loop import Trainer
-from torchsbp.train.tasks.online_action import multi_label_loss
+from torchsbp.train.tasks.online_action import (
+    Augment,
+    Data,
+    OfClip,
+    OnlineActionOptions,
+    eval_transform,
+    multi_label_loss,
+    train_transform,
+)
 
 from .runs import evaluate, final, lines, same, train
 from .test_thumos import layout, targets
@@ -59,7 +67,7 @@ def test_it_is_evaluated_and_reported(whole, capsys):
     assert [found[name] for name in names] == [line[name] for name in names]
     assert found["tad"] == pytest.approx(np.mean([found[name] for name in names[2:]]))
     page = html([read(whole)], "Shapes")
-    assert all(text in page for text in ("Per-frame mAP", "Precision by action", "DiscGrows", "clips/s"))
+    assert all(text in page for text in ("Per-frame mAP", "Precision by action", "Diamond", "clips/s"))
 
 
 def test_sbp_saves_a_fifth_of_what_full_backprop_saves(whole, tmp_path):
@@ -80,8 +88,8 @@ def test_sbp_saves_a_fifth_of_what_full_backprop_saves(whole, tmp_path):
         ["--task.encoder.tokens=0.5"],
         ["--task.window.work=4", "--task.window.work_rate=5", "--task.augment.color_jitter=0.2", *FULL],
         ["--task.encoder.name=torchvision/resnet18", "--task.encoder.options={}", "--task.encoder.lr=1e-5"],
-        ["--task.encoder.name=vit_tiny_patch16_224", "--task.encoder.tokens=0.5", "--task.encoder.options={img_size: 32, "
-         "patch_size: 8, embed_dim: 24, depth: 3, num_heads: 3}"],
+        ["--task.encoder.name=vit_tiny_patch16_224", "--task.encoder.tokens=0.5",
+         "--task.encoder.options={img_size: 32, patch_size: 8, embed_dim: 24, depth: 3, num_heads: 3}"],
         ["--task.encoder.name=efficientnet_lite0", "--task.encoder.options={}", "--task.encoder.warmup_epochs=0.5"],
         ["--sbp.keep_ratio=null", "--sbp.schedule=[[0, 0.2], [0.5, 1.0]]"],
     ],
@@ -94,9 +102,13 @@ def test_it_trains_in_other_ways_too(tmp_path, options):
 
 
 def test_thumos_s_layout_trains(tmp_path):
+    """Also videos that are shorter than the work memory, which are counted."""
     root = layout(tmp_path / "data")
     targets(root)
     options = [f"--task.data.root={root}", "--task.data.source=thumos", "--task.data.valid=train"]
+    options += ["--task.window.work=16", "--batch=3"]
+    task = Trainer(parse("train", ["online", *SMALL, *options]), Processes(torch.device("cpu"))).task
+    assert task.notes == ("1 of 2 videos are shorter than the work memory, 16 frames",)
     assert train(["online", *SMALL, *options, f"--out={tmp_path / 'run'}"]) == 0
     assert lines(tmp_path / "run")[-2]["map"] > 0
 
@@ -116,6 +128,22 @@ def test_published_settings(name):
     assert frames == (32 if name == "thumos/lstr_selection" else 160)
     sbp = config.sbp.build(0, 1)
     assert (sbp.keep_ratio if sbp else None) == (0.2 if name == "thumos/lstr_sbp" else None)
+
+
+@pytest.mark.parametrize("name", [name for name in recipes() if name.startswith("thumos/")])
+def test_a_recipe_trains(name, tmp_path):
+    """Its own settings, on two short videos, with a smaller encoder and temporal model."""
+    root = layout(tmp_path / "data")
+    targets(root)
+    options = [
+        "--task.encoder.name=resnet18", "--task.temporal.width=32", "--task.temporal.feedforward=32",
+        f"--task.data.root={root}", "--task.data.valid=train", "--task.data.size=32", "--task.data.workers=0",
+        "--epochs=1", "--batch=2", "--micro_batch=1", "--device=cpu", "--precision=float32", "--log.tensorboard=false",
+        "--log.progress=false",
+    ]  # fmt: skip
+    out = tmp_path / "run"
+    assert train([name, *options, f"--out={out}"]) == 0
+    assert [line["kind"] for line in lines(out)] == ["run", "train", "valid", "end"]
 
 
 def test_two_learning_rates_milestones_and_a_warm_up_of_the_encoder(tmp_path):
@@ -151,6 +179,18 @@ def test_the_loss_is_cross_entropy_of_clear_frames():
     more = -logits[0, 0].log_softmax(-1)[1] / clear.sum()
     torch.testing.assert_close(multi_label_loss(logits, both), expected + more)
     assert multi_label_loss(logits, torch.eye(4)[torch.full((2, 5), 3)]) == 0
+
+
+def test_a_clip_is_augmented_as_one():
+    options = OnlineActionOptions(data=Data(size=24), augment=Augment(color_jitter=0.3))
+    frame = torch.randint(0, 256, (3, 30, 40), dtype=torch.uint8)
+    transform = OfClip(train_transform(options))
+    found = [transform(frame.expand(5, -1, -1, -1), None)[0] for _ in range(8)]
+    assert all(clip.shape == (5, 3, 24, 24) and clip.dtype == torch.uint8 for clip in found)
+    assert all(torch.equal(clip[0], other) for clip in found for other in clip[1:])
+    assert len({clip.float().mean().item() for clip in found}) == 8  # of each its own
+    straight = OfClip(eval_transform(Data(size=24, crop_pct=0.8)))(frame.expand(2, -1, -1, -1), None)[0]
+    assert straight.shape == (2, 3, 24, 24)
 
 
 def test_generated_videos_are_a_function_of_their_seed():
@@ -199,5 +239,5 @@ def test_the_encoder_begins_from_weights_with_or_without_a_classifier(whole, tmp
     ours = torch.load(whole / "checkpoints" / "best.pt", weights_only=True)["model"]
     found = begun(whole / "checkpoints" / "best.pt")
     assert all(torch.equal(value, ours[f"encoder.body.{name}"]) for name, value in found.items())
-    with pytest.raises(UsageError, match="torchvision's weights as task.encoder.weights"):
+    with pytest.raises(UsageError, match=r"torchvision's weights as task.encoder.weights"):
         make_encoder(Encoder(name="torchvision/resnet18", pretrained=True), 32, (0.5,) * 3, (0.5,) * 3, start=True)

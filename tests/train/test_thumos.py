@@ -1,4 +1,4 @@
-"""THUMOS's layout: annotations in its own format, targets made from them, and everything that can be wrong with them."""
+"""THUMOS's layout: annotations in its own format, targets made from them, and all that can be wrong with them."""
 
 import csv
 from pathlib import Path

@@ -23,10 +23,10 @@ class Segment(NamedTuple):
 class Videos(Protocol):
     """Frames of 8 bits and their targets, by the number of the video."""
 
-    names: Sequence[str]
+    names: list[str]
     """of the columns of targets"""
     fps: float
-    counts: Sequence[int]
+    counts: list[int]
     """frames of each video"""
 
     def title(self, video: int) -> str: ...

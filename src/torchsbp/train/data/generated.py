@@ -1,7 +1,7 @@
-"""Generated untrimmed videos: shapes that grow or shrink on noise, between shapes that stay as they are.
+"""Generated untrimmed videos: shapes that drift across noise and bars, and are hidden in some frames.
 
-Which shape it is can be seen in one frame, what it does only in several. Light and colours flicker, so that neither is
-seen without looking at edges. A diamond that does something is ambiguous.
+Which shape it is can be seen in one frame, but for flickering light and colours; that it is still there, while it is
+hidden, only in earlier ones. A ring is ambiguous.
 """
 
 from collections.abc import Sequence
@@ -13,18 +13,20 @@ from torch import Tensor
 from .actions import AMBIGUOUS, BACKGROUND, Segment
 from .seeds import mixed
 
-ACTIONS = ("DiscGrows", "DiscShrinks", "SquareGrows", "SquareShrinks")
-DISC, SQUARE, DIAMOND = range(3)
+ACTIONS = ("Disc", "Square", "Diamond", "Cross")
+RING = len(ACTIONS)
+HIDDEN, RINGS = 0.2, 0.1
+"""share of an action's frames in which nothing of it is seen, and of shapes that are rings"""
 NOISE = 16.0
 
 
 class Generated:
     """``count`` videos of ``frames`` frames of ``size`` × ``size`` pixels: a pure function of the seed."""
 
-    names = (BACKGROUND, *ACTIONS, AMBIGUOUS)
     fps = 4.0
 
     def __init__(self, count: int, frames: int, size: int, seed: int) -> None:
+        self.names = [BACKGROUND, *ACTIONS, AMBIGUOUS]
         self.counts = [frames] * count
         made = [generate(frames, size, np.random.default_rng(mixed(seed, video))) for video in range(count)]
         self.pixels = [pixels for pixels, _ in made]
@@ -49,33 +51,36 @@ class Generated:
 
 def generate(frames: int, size: int, draw: np.random.Generator) -> tuple[Tensor, list[tuple[int, int, int]]]:
     """Pixels ``[frames, 3, size, size]``, and (label, first frame, frame after the last) of what happens in them."""
-    stretches, kinds, radii, places = [], [], [], []
-    begin, idle = 0, True
-    small, large = 0.1 * size, 0.35 * size
+    covered, stretches = bars(frames, size, draw), []
+    begin = int(draw.integers(0, 12))
     while begin < frames:
         length = min(int(draw.integers(8, 17)), frames - begin)
-        kind = int(draw.choice(3, p=(0.45, 0.45, 0.1)))
-        shrinks = bool(draw.integers(2))
-        over_time = np.linspace(small, large, length)
-        if idle:
-            over_time = np.full(length, draw.uniform(small, large))
-        else:
-            label = len(ACTIONS) + 1 if kind == DIAMOND else 1 + 2 * kind + shrinks
-            stretches.append((label, begin, begin + length))
-        radii.append(over_time[::-1] if shrinks else over_time)
-        kinds.append(np.full(length, kind))
-        places.append(np.tile(draw.uniform(0.35, 0.65, 2) * size, (length, 1)))
-        begin, idle = begin + length, not idle
-    shapes = draw_shapes(*map(np.concatenate, (kinds, radii, places)), size)
-    dark = draw.uniform(0, 100, (frames, 3, 1, 1))
-    pixels = dark + shapes[:, None] * draw.uniform(50, 155, (frames, 3, 1, 1))
-    pixels += NOISE * draw.standard_normal(pixels.shape, dtype=np.float32)
+        kind = RING if draw.uniform() < RINGS else int(draw.integers(RING))
+        places = np.linspace(draw.uniform(0.3, 0.7, 2), draw.uniform(0.3, 0.7, 2), length) * size
+        shapes = coverage(kind, draw.uniform(0.15, 0.3) * size, places, size)
+        seen = draw.uniform(size=length) >= HIDDEN
+        now = slice(begin, begin + length)
+        covered[now] = np.where(seen[:, None, None], np.maximum(covered[now], shapes), covered[now])
+        stretches.append((1 + kind, begin, begin + length))
+        begin += length + int(draw.integers(4, 13))
+    dark, light = draw.uniform(0, 60, (frames, 3, 1, 1)), draw.uniform(100, 180, (frames, 3, 1, 1))
+    pixels = dark + covered[:, None] * light + NOISE * draw.standard_normal((frames, 3, size, size), np.float32)
     return torch.from_numpy(pixels.clip(0, 255).astype(np.uint8)), stretches
 
 
-def draw_shapes(kinds: np.ndarray, radii: np.ndarray, places: np.ndarray, size: int) -> np.ndarray:
-    """How much of each pixel is covered, ``[frames, size, size]``."""
+def bars(frames: int, size: int, draw: np.random.Generator) -> np.ndarray:
+    """How much of each pixel a bar covers, one in each frame, ``[frames, size, size]``."""
+    lines = np.abs(np.arange(size) - draw.uniform(0, size, (frames, 1))) < draw.uniform(0.5, 0.1 * size, (frames, 1))
+    upright = draw.integers(2, size=frames).astype(bool)
+    across = np.broadcast_to(lines[:, :, None], (frames, size, size))
+    return np.where(upright[:, None, None], across.transpose(0, 2, 1), across).astype(np.float64)
+
+
+def coverage(kind: int, radius: float | np.ndarray, places: np.ndarray, size: int) -> np.ndarray:
+    """The same of a shape at these places, ``[frames, 2]``."""
     y, x = (np.abs(grid - places[:, i, None, None]) for i, grid in enumerate(np.mgrid[:size, :size]))
-    distances = np.stack((np.hypot(x, y), np.maximum(x, y) * 1.1, (x + y) * 0.8))  # of about equal area
-    distance = distances[kinds, np.arange(len(kinds))]
-    return (radii[:, None, None] - distance + 0.5).clip(0, 1)
+    disc = np.hypot(x, y)
+    cross = np.minimum(np.maximum(x, 3 * y), np.maximum(3 * x, y))
+    distance = (disc, 1.1 * np.maximum(x, y), 0.8 * (x + y), 0.8 * cross, disc)[kind]
+    inside = (radius - distance + 0.5).clip(0, 1)
+    return inside * (distance - 0.5 * radius + 0.5).clip(0, 1) if kind == RING else inside

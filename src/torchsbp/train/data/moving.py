@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .clips import Clips
-from .generated import NOISE, draw_shapes
+from .generated import NOISE, coverage
 from .seeds import mixed
 from .videos import Video
 
@@ -61,8 +61,7 @@ def generate(motion: int, frames: int, size: int, draw: np.random.Generator) -> 
         place += 0.5 * travel * np.stack((np.sin(angle), np.cos(angle)), 1)
     else:
         radius *= 1 + 1.2 * time
-    kinds = np.full(frames, draw.integers(3))
-    shapes = draw_shapes(kinds, radius, place, size)[..., None]
+    shapes = coverage(int(draw.integers(3)), radius[:, None, None], place, size)[..., None]
     dark, bright = draw.uniform(0, 80, 3), draw.uniform(120, 255, 3)
     pixels = dark + shapes * (bright - dark)
     pixels += NOISE * draw.standard_normal(pixels.shape, dtype=np.float32)

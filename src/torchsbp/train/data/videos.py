@@ -37,6 +37,16 @@ class Video:
         """``[n, height, width, 3]``, in this order; the same frame may be asked for again and again."""
         raise NotImplementedError
 
+    @property
+    def seconds(self) -> float:
+        """Its length. Folders and arrays don't tell."""
+        raise NotImplementedError
+
+    def frames_at(self, times: Sequence[float]) -> Tensor:
+        """``[n, 3, height, width]``: what is shown at these moments, in seconds from the first frame. At the end and
+        beyond, the last frame."""
+        raise NotImplementedError
+
     def close(self) -> None: ...
 
     def __enter__(self) -> "Video":
@@ -57,8 +67,9 @@ def open_video(path: Path, decoder: str | None = None) -> Video:
         elif path.suffix == ".npy":
             video = Array(path)
         else:
-            path.stat()  # whether it is there, said in the same words by every decoder
-            video = chosen(decoder)(path)
+            if not path.exists():
+                raise DataError(f"no video {path}")
+            video = decoded(path, chosen(decoder))
         if not len(video):
             raise DataError(f"video {path} has no frames")
         return video
@@ -66,6 +77,15 @@ def open_video(path: Path, decoder: str | None = None) -> Video:
         raise
     except Exception as error:  # whatever a decoder raises
         raise DataError(f"video {path} can't be read: {error}") from error
+
+
+def decoded(path: Path, decoders: Sequence[Callable[[Path], Video]]) -> Video:
+    """By the first that knows the format; the last one says what is wrong."""
+    *others, last = decoders
+    for decoder in others:
+        with suppress(Exception):
+            return decoder(path)
+    return last(path)
 
 
 @cache
@@ -84,13 +104,13 @@ def decoders() -> dict[str, Callable[[Path], Video]]:
     return found
 
 
-def chosen(decoder: str | None) -> Callable[[Path], Video]:
+def chosen(decoder: str | None) -> list[Callable[[Path], Video]]:
     known = decoders()
     if not known:
         raise UsageError("nothing here decodes video files; install PyAV: pip install 'torchsbp[video]'")
     if decoder is not None and decoder not in known:
         raise UsageError(f"decoder={decoder!r} does not decode here; allowed: {', '.join(known)}")
-    return known[decoder or next(iter(known))]
+    return list(known.values()) if decoder is None else [known[decoder]]
 
 
 class WithTorchCodec(Video):
@@ -101,14 +121,28 @@ class WithTorchCodec(Video):
 
         self.path = path
         self.decoder = VideoDecoder(str(path), dimension_order="NHWC", num_ffmpeg_threads=1)
-        self.fps = self.decoder.metadata.average_fps
+        about = self.decoder.metadata
+        self.fps = about.average_fps
+        self.begin, self.end = float(about.begin_stream_seconds or 0), float(about.end_stream_seconds or 0)
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
 
     def __len__(self) -> int:
         return len(self.decoder)
 
     def read(self, numbers: Sequence[int]) -> Tensor:
+        return self.found(lambda: self.decoder.get_frames_at(list(numbers)))
+
+    def frames_at(self, times: Sequence[float]) -> Tensor:
+        last = self.end - 0.5 / (self.fps or 25)
+        moments = [min(self.begin + time, last) for time in times]
+        return self.found(lambda: self.decoder.get_frames_played_at(moments)).permute(0, 3, 1, 2)
+
+    def found(self, frames: Callable[[], Any]) -> Tensor:
         try:
-            return self.decoder.get_frames_at(list(numbers)).data
+            return frames().data
         except (RuntimeError, IndexError) as error:
             raise DataError(f"video {self.path} can't be decoded: {error}") from error
 
@@ -127,6 +161,7 @@ class WithPyAV(Video):
         self.fps = float(self.stream.average_rate) if self.stream.average_rate else None
         shown = sorted(self.scan())
         self.numbers = {shown_at: number for number, (shown_at, _) in enumerate(shown)}
+        self.times = [float((shown_at - shown[0][0]) * (self.stream.time_base or 1)) for shown_at, _ in shown]
         self.keys = [(number, seek_to) for number, (_, seek_to) in enumerate(shown) if seek_to is not None]
         self.frames: Iterator[Any] = iter(())
         self.next = len(shown)
@@ -141,6 +176,14 @@ class WithPyAV(Video):
 
     def __len__(self) -> int:
         return len(self.numbers)
+
+    @property
+    def seconds(self) -> float:
+        return self.times[-1] + 1 / (self.fps or 25)
+
+    def frames_at(self, times: Sequence[float]) -> Tensor:
+        numbers = [max(0, bisect_right(self.times, time + 1e-6) - 1) for time in times]
+        return self.read(numbers).permute(0, 3, 1, 2)
 
     def read(self, numbers: Sequence[int]) -> Tensor:
         import av

@@ -37,7 +37,7 @@ def detect(scores: np.ndarray, fps: float) -> list[Found]:
 
 def proposals(scores: np.ndarray, label: int, fps: float) -> list[Found]:
     """Every stretch of scores above one of the thresholds, once; its score is their mean."""
-    stretches = set()
+    stretches: set[tuple[int, int]] = set()
     for threshold in THRESHOLDS:
         above = np.concatenate(([False], scores > threshold, [False]))
         edges = np.flatnonzero(above[1:] != above[:-1])

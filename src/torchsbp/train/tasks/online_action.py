@@ -1,11 +1,14 @@
 """Online action detection: a frame encoder and LSTR, trained together; per-frame mAP and temporal detection."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
@@ -18,12 +21,14 @@ from ..data.generated import Generated
 from ..data.order import EvalOrder
 from ..data.samples import Samples
 from ..data.thumos import Thumos
+from ..data.videos import Video
 from ..data.window import Window
 from ..online.detector import OnlineDetector
 from ..online.encoder import Encoder, make_encoder, width
 from ..online.evaluation import Precision
 from ..online.lstr import LSTR, Temporal
 from ..online.segments import OVERLAPS
+from ..online.stream import Stream
 from ..optimizer import WARMUP
 from ..ranges import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, SHARE_ABOVE_0, ranged, refuse
 from ..record import Metric
@@ -32,6 +37,8 @@ from . import register
 
 WORKERS = ranged(0, 1024)
 
+DECODED = 64
+"""frames of a video file that are read together"""
 Batch = tuple[Tensor, tuple[Tensor, Tensor]]
 """frames, which long ones are empty, and targets of the work frames"""
 
@@ -108,6 +115,13 @@ class OnlineAction(Task):
         super().__init__(options, seed)
         self.workers = options.data.workers
 
+    @classmethod
+    def trained(cls, options: OnlineActionOptions, seed: int, about: Mapping[str, str]) -> "OnlineAction":
+        task = cls(options, seed)
+        if "classes" in about:
+            task.names = json.loads(about["classes"])
+        return task
+
     # Data
 
     def open(self, training: bool) -> Videos:
@@ -123,17 +137,23 @@ class OnlineAction(Task):
     @cached_property
     def names(self) -> list[str]:
         """Of the columns of targets: background, actions, ambiguous."""
-        return list(self.valid_videos.names)
+        return self.valid_videos.names
 
     @cached_property
-    def train_data(self) -> Samples:  # type: ignore[override]
+    def train_data(self) -> Samples:
         videos = self.open(training=True)
-        if list(videos.names) != self.names:
+        if videos.names != self.names:
             raise DataError(f"training data have the columns {videos.names}, validation data {self.names}")
-        return Samples(Windows(videos, self.options.window), OfClip(train_transform(self.options)), self.seed)
+        windows = Windows(videos, self.options.window)
+        if windows.short:
+            span = self.options.window.span
+            self.notes = (
+                f"{windows.short} of {len(videos.counts)} videos are shorter than the work memory, {span} frames",
+            )
+        return Samples(windows, OfClip(train_transform(self.options)), self.seed)
 
     @cached_property
-    def valid_data(self) -> Samples:  # type: ignore[override]
+    def valid_data(self) -> Samples:
         return Samples(WholeVideos(self.valid_videos), OfClip(eval_transform(self.options.data)), self.seed)
 
     def eval_order(self, batch: int, rank: int, world: int) -> EvalOrder:
@@ -181,6 +201,17 @@ class OnlineAction(Task):
 
     def weights_about(self) -> dict[str, str]:
         return {"classes": json.dumps(self.names)}
+
+    def follow(self, model: nn.Module, video: Video) -> tuple[list[float], np.ndarray]:
+        """A video file as it comes: moments in seconds, and scores ``[moments, classes]``."""
+        assert isinstance(model, OnlineDetector)
+        transform, stream = eval_transform(self.options.data), Stream(model)
+        times = np.arange(0, max(video.seconds, 1e-3), 1 / self.options.data.fps).tolist()
+        scores = []
+        for begin in range(0, len(times), DECODED):
+            frames = transform(video.frames_at(times[begin : begin + DECODED])).to(self.device)
+            scores += [stream.step(frame) for frame in frames]
+        return times, torch.stack(scores).cpu().numpy()
 
 
 def multi_label_loss(logits: Tensor, targets: Tensor) -> Tensor:
