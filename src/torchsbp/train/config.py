@@ -98,7 +98,7 @@ class Schedule:
     """timm's ``create_scheduler_v2``, stepped at every update."""
 
     name: Literal["cosine", "tanh", "step", "multistep", "poly"] = "cosine"
-    warmup_epochs: int = field(default=20, metadata=NOT_NEGATIVE)
+    warmup_epochs: float = field(default=20, metadata=NOT_NEGATIVE)
     warmup_steps: int = field(default=0, metadata=NOT_NEGATIVE)
     """updates of warm-up, after those of warmup_epochs"""
     warmup_lr: float = field(default=0.0, metadata=NOT_NEGATIVE)
@@ -192,7 +192,7 @@ class Config:
         if self.schedule.warmup_lr > lr:
             refuse("schedule.warmup_lr", self.schedule.warmup_lr, f"a number in [0, optimizer.lr={lr:g}]")
         if warmup >= self.epochs:
-            refuse("schedule.warmup_epochs", warmup, f"an integer in [0, epochs={self.epochs})")
+            refuse("schedule.warmup_epochs", warmup, f"a number in [0, epochs={self.epochs})")
 
     def accumulate(self, processes: int) -> int:
         """Forwards of one process per update."""
