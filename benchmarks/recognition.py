@@ -4,12 +4,12 @@
     python benchmarks/recognition.py --data carry/online --device cpu --clips 4 --epochs 1 --seeds 0 --arms full r=0.5
     python benchmarks/recognition.py --show runs/recognition
 
-Golf: 588 swings of GolfDB (see golf.py, which also says what DATA holds), cut into the 7 phases between their 8 events, 16
-frames evenly over each: 3080 clips to train with, 1036 to evaluate with. The middle of a backswing and of a downswing show
-the same poses in the other order. Generated: the product's own clips. What is trained is the product's own task, model and
-loop; clips lie in the GPU's memory. Each seed has the same initial weights and data order in every arm. The number of
-epochs is the same for all arms of a setting: as many as the time allows when all share the GPU. Start NVIDIA's multi-process
-service before.
+Golf: 588 swings of GolfDB (see golf.py, which also says what DATA holds), cut into the 7 phases between their 8
+events, 16 frames evenly over each: 3080 clips to train with, 1036 to evaluate with. The middle of a backswing and of
+a downswing show the same poses in the other order. Generated: the product's own clips. What is trained is the
+product's own task, model and loop; clips lie in the GPU's memory. Each seed has the same initial weights and data
+order in every arm. The number of epochs is the same for all arms of a setting: as many as the time allows when all
+share the GPU. Start NVIDIA's multi-process service before.
 """
 
 import argparse

@@ -98,7 +98,7 @@ class Video(Task):
         self.workers = options.data.workers
         if is_video(options.model.name):
             self.channels_last = torch.channels_last_3d
-        self.notes: dict[str, set[str]] = {}
+        self.clip_notes: dict[str, set[str]] = {}
         self.sampled: nn.Module | None = None
         """the model that SBP is applied to"""
 
@@ -162,7 +162,7 @@ class Video(Task):
         clips, labels, notes = batch
         if training:
             for note in notes:
-                self.notes.setdefault(note.kind, set()).add(note.text)
+                self.clip_notes.setdefault(note.kind, set()).add(note.text)
         clips = self.normalised(clips)
         if training and self.memory_format == torch.channels_last_3d:
             clips = clips.contiguous(memory_format=self.memory_format)
@@ -211,7 +211,7 @@ class Video(Task):
         return dict(zip(self.classes, losses, strict=True)) if len(losses) > 1 else losses[0]
 
     def evaluator(self) -> Views:
-        return Views(self.device, list(self.classes), list(self.classes.values()), self.notes, self.picture)
+        return Views(self.device, list(self.classes), list(self.classes.values()), self.clip_notes, self.picture)
 
     def picture(self, clip: Tensor) -> bytes:
         """A normalised clip, and which positions of clips the last training forward kept."""
