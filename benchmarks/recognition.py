@@ -13,6 +13,7 @@ share the GPU. Start NVIDIA's multi-process service before.
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -94,7 +95,7 @@ def register(args: argparse.Namespace, which: str) -> None:
         """What is between two events of a swing."""
 
         heads = ("class",)
-        names = (tuple(f"{a} to {b}" for a, b in zip(PHASES[:-1], PHASES[1:], strict=True)),)
+        names = (tuple(f"{a} to {b}" for a, b in itertools.pairwise(PHASES)),)
 
         def __init__(self, training: bool) -> None:
             packed = np.load(args.data / "golfdb96_avif.npz")
