@@ -304,6 +304,18 @@ def test_pictures(bench, tmp_path, kind, suffix, head):
     assert out.stat().st_size > 10_000
 
 
+def test_models_of_few_methods_share_a_panel_of_the_front(bench):
+    rows = picture_rows("front", list(bench.methods.METHODS)[:8])
+    few = [row | {"model": model} for model in ("swin", "convnext") for row in rows[:3]]
+    assert few[0]["method"] == "full"
+    own, shared = bench.plot.front([*rows, *few]).axes
+    assert len(own.texts) == 8
+    methods = [row["method"].removeprefix("sbp ") for row in few[1:3]]
+    expected = {"full", *(f"{model}: {method}" for model in ("swin", "convnext") for method in methods)}
+    assert {text.get_text() for text in shared.texts} == expected
+    assert shared.get_title() == "swin, batch 8, eager\nconvnext, batch 8, eager"
+
+
 def test_names_do_not_overlap_in_the_front(bench):
     figure = bench.plot.front(picture_rows("front", list(bench.methods.METHODS)))
     boxes = [text.get_window_extent() for text in figure.axes[0].texts]

@@ -42,7 +42,9 @@ def positions_in(partition: Partition) -> torch.Tensor:
 @pytest.mark.parametrize("partition", CASES, ids=str)
 def test_positions_are_where_shift_and_window_put_them(partition):
     expected, n = positions_in(partition), math.prod(partition.grid)
-    assert torch.equal(partition.positions(torch.device("cpu")), expected.where(expected >= 0, n))
+    places = partition.places(torch.device("cpu"))
+    assert torch.equal(places.where(places < n, -1), expected)
+    assert torch.equal(places.flatten().sort().values, torch.arange(expected.numel()))
     slots = first_in_each(order_of(partition), partition, 0.5)[1].slot_of_row
     assert torch.equal(expected.flatten()[slots], torch.arange(n))
 

@@ -1,6 +1,5 @@
 """What is trained: a model, the average of its weights, optimizer, schedule and scaler; made, saved and restored."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 from ..errors import CheckpointError
 from .config import Config
 from .distributed import Processes, shard
+from .freeze import freeze
 from .optimizer import make_optimizer
 from .runs.state import load_model, load_optimizer, model_state, optimizer_state
 from .runs.weights import check_fit, head_names
@@ -26,6 +26,7 @@ class Learner:
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
         task.to(processes.device, layout)
         self.model = task.model(start)
+        self.still = freeze(self.model, config.freeze)
         sbp = config.sbp.build(config.seed, batches)
         self.sbp = sbp is not None
         if sbp is not None:
@@ -38,6 +39,12 @@ class Learner:
         self.optimizer, self.schedule = make_optimizer(task.parameters(self.model, config.optimizer), config, steps)
         self.scaler = torch.amp.GradScaler(processes.device.type, enabled=config.precision == "float16")
 
+    def train(self) -> None:
+        """Into training mode, but for frozen norms."""
+        self.model.train()
+        for norm in self.still:
+            norm.eval()
+
     def wrap(self) -> nn.Module:
         """Compiled and made parallel, around the same parameters."""
         several, parallel = self.processes.world > 1, self.config.parallel
@@ -48,11 +55,6 @@ class Learner:
         if self.config.compile:
             self.model.compile()
         return nn.parallel.DistributedDataParallel(self.model) if several and parallel == "ddp" else self.model
-
-    def autocast(self) -> Any:
-        if self.config.precision == "float32":
-            return nullcontext()
-        return torch.autocast(self.processes.device.type, getattr(torch, self.config.precision))
 
     def best_weights(self) -> dict[str, Any]:
         """The average, if there is one."""
@@ -87,10 +89,3 @@ class Learner:
         if with_schedule:
             self.schedule.load_state_dict(content["schedule"])
         self.scaler.load_state_dict(content["scaler"])
-
-    def load_weights(self, content: dict[str, Any], weights: str, path: Path) -> None:
-        """Of a checkpoint, those called "model" or "ema", and nothing else of it."""
-        if content[weights] is None:
-            raise CheckpointError(f"{path} has no average of weights: use --weights model")
-        check_fit(self.model.state_dict(), content[weights], head_names(self.model), str(path))
-        load_model(self.model, content[weights])
