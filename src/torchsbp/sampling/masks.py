@@ -144,19 +144,31 @@ class Masks:
         key = samplers.draw_key(self.seed, forward.step, _rank(), samples)
         coarsest = forward.grids[max(site.stage for site in self.sites)]
         drawn = None if self.per_block else self._order(forward, coarsest, forward.ratios, key)
-        same: dict[tuple[int, float, Partition | None], Kept] = {}  # stage, ratio and windows decide about rows
+        rows: dict[int, Kept] = {}
+        for (stage, ratio, partition, _), numbers in self._alike(forward).items():
+            if drawn is not None:
+                found = self._rows(forward, drawn, stage, ratio, partition) * len(numbers)
+            else:
+                keys = samplers.more_keys(key, numbers[0], len(numbers))
+                own = self._order(forward, forward.grids[stage], (ratio,), keys)
+                found = self._rows(forward, own, stage, ratio, partition, len(numbers))
+            rows.update(zip(numbers, found, strict=True))
         sites = []
         for number, (site, ratio) in enumerate(zip(self.sites, forward.ratios, strict=True)):
-            grid = forward.grids[site.stage]
-            what = site.stage, ratio, None if site.cut is None else site.cut(grid)
-            if self.per_block:
-                drawn, same = self._order(forward, grid, (ratio,), samplers.another(key, number)), {}
-            assert drawn is not None
-            if what not in same:
-                same[what] = self._rows(forward, drawn, *what)
-            rows, inverse, _, cut = same[what]  # not _replace: torch 2.11 does not compile what that makes
-            sites.append(Kept(rows, inverse, self._heads(site.heads, ratio, drawn.key), cut))
+            kept, inverse, _, cut = rows[number]  # not _replace: torch 2.11 does not compile what that makes
+            sites.append(Kept(kept, inverse, self._heads(site.heads, ratio, key), cut))
         return Drawn(forward.batch, forward.grids, tuple(sites))
+
+    def _alike(self, forward: Forward) -> dict[tuple[int, float, Partition | None, int], list[int]]:
+        """The numbers of the sites whose rows are drawn together: stage, ratio and windows decide about them. Those of
+        windows, and of padded images, have masks of their own one by one."""
+        assert forward.ratios is not None
+        alike: dict[tuple[int, float, Partition | None, int], list[int]] = {}
+        for number, (site, ratio) in enumerate(zip(self.sites, forward.ratios, strict=True)):
+            partition = None if site.cut is None else site.cut(forward.grids[site.stage])
+            apart = self.per_block and (partition is not None or forward.images is not None)
+            alike.setdefault((site.stage, ratio, partition, number if apart else 0), []).append(number)
+        return alike
 
     def _order(self, forward: Forward, grid: Grid, ratios: tuple[float, ...], key: Tensor) -> Order:
         order = samplers.ordered(self.sampler, grid, ratios, key)
@@ -167,9 +179,12 @@ class Masks:
             order = samplers.shuffle(order, counts, key)
         return Order(order, grid, ratios, key)
 
-    def _rows(self, forward: Forward, drawn: Order, stage: int, ratio: float, partition: Partition | None) -> Kept:
+    def _rows(
+        self, forward: Forward, drawn: Order, stage: int, ratio: float, partition: Partition | None, sites: int = 1
+    ) -> list[Kept]:
+        """What so many sites keep, by orders that come site after site."""
         if ratio == 1:
-            return Kept()
+            return [Kept()] * sites
         order, coarse, ratios, key = drawn
         fine, cut = forward.grids[stage], None
         order = samplers.enlarge(order, coarse, fine)
@@ -187,9 +202,9 @@ class Masks:
             always = torch.arange(self.prefix, device=order.device).expand(positions.shape[0], -1)
             positions = torch.cat([always, positions], 1)
         n = self.positions(fine)
-        first = torch.arange(forward.batch, device=order.device) * n
-        rows = (first[:, None] + positions).flatten()
-        return Kept(rows, device_of(rows).inverse(rows, forward.batch * n), None, cut)
+        first = torch.arange(forward.batch, device=order.device)[:, None] * n
+        each = [(first + its).flatten() for its in positions.chunk(sites)]
+        return [Kept(rows, device_of(rows).inverse(rows, forward.batch * n), None, cut) for rows in each]
 
     def _heads(self, heads: int, ratio: float, key: Tensor) -> Tensor | None:
         """Kept heads of a site: a random subset, at least one, the same for the batch."""
