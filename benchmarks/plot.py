@@ -27,6 +27,7 @@ Row = dict[str, Any]
 SBP, EXACT, OTHER, FRONT, LIGHT = "#d1495b", "#2e86ab", "#6b7280", "#f0b9bf", "#d7dae0"
 MODES = {"eager": "eager", "compiled": "compiled", "graphs": "compiled with CUDA graphs"}
 MARKERS = {"full": "*", "checkpoint": "D", "budget": "P", "offload": "v", "algorithm": "X", "patch": "^", "exact": "h"}
+MANY = 6  # methods of a model that has a panel of its own
 OTHER_FORWARD = ("patch drop",)  # what the model computes is changed: not on the front
 STYLE: Any = {
     "font.size": 9,
@@ -73,42 +74,62 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def front(rows: Sequence[Row]) -> Figure:
-    """Memory against speed, both relative to full backprop, a panel per model."""
+    """Memory against speed, both relative to full backprop."""
     rows = [row for row in rows if "memory" in row and "speed" in row]
     if not rows:
         raise ValueError("no rows with both ratios: memory is measured on CUDA, and ratios need the method full")
-    models = unique(rows, "model")
-    columns = min(2, len(models))
-    lines = -(-len(models) // columns)
+    groups = panels_of(rows)
+    columns = min(2, len(groups))
+    lines = -(-len(groups) // columns)
     figure = Figure(figsize=(6.4 * columns, 4.8 * lines), layout="constrained")
-    for i, model in enumerate(models):
-        draw_front(figure.add_subplot(lines, columns, i + 1), [row for row in rows if row["model"] == model])
+    for i, group in enumerate(groups):
+        draw_front(figure.add_subplot(lines, columns, i + 1), group)
     figure.legend(handles=FRONT_LEGEND, loc="outside upper center", ncols=len(FRONT_LEGEND), frameon=False, fontsize=8)
     figure.draw_without_rendering()  # the layout is known before labels are placed in it
     figure.set_layout_engine("none")
-    for axes, model in zip(figure.axes, models, strict=True):
-        place_labels(axes, [row for row in rows if row["model"] == model])
+    for axes, group in zip(figure.axes, groups, strict=True):
+        place_labels(axes, group)
     return figure
+
+
+def panels_of(rows: Sequence[Row]) -> list[list[Row]]:
+    """A panel for each model of which much was measured, and one for all others: none is empty."""
+    by_model = [[row for row in rows if row["model"] == model] for model in unique(rows, "model")]
+    own = [group for group in by_model if len(group) >= MANY]
+    others = [row for group in by_model if len(group) < MANY for row in group]
+    full = [row for row in others if row["method"] == "full"]  # the same point of all
+    return [*own, [row for row in others if row not in full[1:]]] if others else own
 
 
 def draw_front(axes: Axes, rows: Sequence[Row]) -> None:
     axes.axhline(1, color=LIGHT, lw=1, zorder=0)
     axes.axvline(1, color=LIGHT, lw=1, zorder=0)
-    same_forward = [row for row in rows if not row["method"].startswith(OTHER_FORWARD)]
-    best = pareto([(row["memory"], row["speed"]) for row in same_forward])
     right = 1.12 * max(1, *(row["memory"] for row in rows))
-    stairs = [x for x, _ in best for _ in range(2)] + [right], [0.0] + [y for _, y in best for _ in range(2)]
-    axes.plot(*stairs, color=FRONT, lw=1.5, zorder=1)
+    if len(unique(rows, "model")) == 1:  # of several, there is no common front
+        same_forward = [row for row in rows if not row["method"].startswith(OTHER_FORWARD)]
+        best = pareto([(row["memory"], row["speed"]) for row in same_forward])
+        stairs = [x for x, _ in best for _ in range(2)] + [right], [0.0] + [y for _, y in best for _ in range(2)]
+        axes.plot(*stairs, color=FRONT, lw=1.5, zorder=1)
     for row in rows:
         colour, marker = style(row["method"])
         size = 130 if marker == "*" else 42
         axes.scatter(row["memory"], row["speed"], s=size, c=colour, marker=marker, edgecolors="white", lw=0.6, zorder=3)
-    axes.set_title(f"{rows[0]['model']}, batch {rows[0]['batch']}, {MODES[rows[0]['mode']]}")
+    axes.set_title("\n".join(unique([{"title": title(row)} for row in rows], "title")))
     axes.set_xlabel("peak memory, × full backprop  (← better)")
     axes.set_ylabel("speed, × full backprop  (better →)")
     speeds = [row["speed"] for row in rows]
     space = 0.2 * (max(speeds) - min(speeds)) or 0.1
     axes.set(xlim=(0, right), ylim=(min(speeds) - space, max(speeds) + space))
+
+
+def title(row: Row) -> str:
+    return f"{row['model']}, batch {row['batch']}, {MODES[row['mode']]}"
+
+
+def name(row: Row, rows: Sequence[Row]) -> str:
+    """Of a point; where there are several models, with its model's."""
+    method = row["method"].removeprefix("sbp ")
+    return method if method == "full" or len(unique(rows, "model")) == 1 else f"{row['model']}: {method}"
 
 
 def place_labels(axes: Axes, rows: Sequence[Row]) -> None:
@@ -126,7 +147,7 @@ def place_labels(axes: Axes, rows: Sequence[Row]) -> None:
 
     for (x, y), row in sorted(zip(points, rows, strict=True), key=lambda item: -item[0][1]):
         colour = style(row["method"])[0]
-        text = axes.text(0, 0, row["method"].removeprefix("sbp "), color=colour, fontsize=8, va="center", zorder=4)
+        text = axes.text(0, 0, name(row, rows), color=colour, fontsize=8, va="center", zorder=4)
         extent = text.get_window_extent()
         places = list(around(x, y, extent.width, extent.height, unit))
         box = next(filter(free, places), places[0])

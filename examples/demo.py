@@ -84,15 +84,26 @@ def shade(images: Tensor, kept: Tensor) -> np.ndarray:
     return torch.where(pixels, paper * torch.tensor(KEPT), 0.85 + 0.15 * paper).numpy()
 
 
-def draw_patches(figure: SubFigure, model: nn.Module, images: Tensor, steps: int) -> None:
-    """The images and what the masks of the first training steps keep of them."""
-    columns = {"digit": -images[:, 0].numpy()}
+def masks(model: nn.Module, images: Tensor, count: int) -> dict[int, Tensor]:
+    """What the first training steps keep, but for those that keep the same as the one before: step -> positions."""
     model.train()
-    for step in range(1, 1 + steps):
+    found: dict[int, Tensor] = {}
+    last = None
+    for step in range(1, 100):
         torchsbp.set_step(model, step - 1)
         model(images)
         kept = next(iter(torchsbp.kept(model).values()))  # one mask for all sampled blocks
-        columns[f"step {step}"] = shade(images, kept)
+        if last is None or not torch.equal(kept, last):
+            found[step] = last = kept
+        if len(found) == count:
+            break
+    return found
+
+
+def draw_patches(figure: SubFigure, model: nn.Module, images: Tensor, steps: int) -> None:
+    """The images and what the masks of some of the first training steps keep of them."""
+    columns = {"digit": -images[:, 0].numpy()}
+    columns |= {f"step {step}": shade(images, kept) for step, kept in masks(model, images, steps).items()}
     axes = figure.subplots(len(images), len(columns))
     for column, (title, pictures) in zip(axes.T, columns.items(), strict=True):
         column[0].set_title(title)
@@ -120,7 +131,7 @@ def draw_curves(figure: SubFigure, rows: list[Row]) -> None:
 def draw(path: Path, rows: list[Row], model: nn.Module, images: Tensor) -> None:
     figure = Figure(figsize=(10, 8), layout="constrained")
     top, bottom = figure.subfigures(2, 1, height_ratios=(3, 2), hspace=0.05)
-    top.suptitle(f"{rows[1]['name']}: kept patches (orange) in the first training steps; the forward pass uses all")
+    top.suptitle(f"{rows[1]['name']}: kept patches (orange) where they change in training; the forward pass uses all")
     draw_patches(top, model, images, steps=5)
     draw_curves(bottom, rows)
     figure.savefig(path, dpi=120)

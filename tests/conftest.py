@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 
 import torch
@@ -7,3 +8,8 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 if not torch.cuda.is_available():  # Triton kernels are interpreted; to be said before they are imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Processes of the start method "forkserver" are forked from one that has imported this.
+multiprocessing.set_forkserver_preload(
+    ["torchsbp.train.loop", "torchsbp.train.tasks.classification", "sklearn.datasets", "torch.distributed.fsdp"]
+)

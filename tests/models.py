@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchvision.models import swin_transformer as vision
 from torchvision.models.video.swin_transformer import SwinTransformer3d
 
-ALL, QUERY = ("query", "qkv", "head"), ("query",)
+ALL, QUERY = ("query", "qkv", "head", "exact"), ("query",)
 
 
 @dataclass(frozen=True)

@@ -58,10 +58,10 @@ def install_rule(twin: nn.Module, patched: nn.Module) -> None:
         for index, sampled in enumerate(entry.sampled):
             block, parts = twin.get_submodule(entry.prefix + sampled.name), sampled.description
             gate = Gate.of(entry.masks, index, entry.step(module).device)
-            if config.attention == "head":
-                gate_heads(block, gate, parts, config.scope, drawn[index].heads)
+            if config.attention in ("head", "exact"):
+                gate_heads(block, gate, parts, config, drawn[index].heads)
             else:
-                install_gate(block, gate, parts, config.scope)
+                install_gate(block, gate, parts, config)
                 gate_attention(block, gate if config.attention == "qkv" else None)
 
 
@@ -96,7 +96,7 @@ def written_out(keep: Tensor | None = None, silent: Tensor | None = None) -> Ite
         F.scaled_dot_product_attention = plain
 
 
-def gate_heads(block: nn.Module, gate: Gate, parts: Any, scope: str, heads: Tensor | None) -> None:
+def gate_heads(block: nn.Module, gate: Gate, parts: Any, config: SBPConfig, heads: Tensor | None) -> None:
     """Outside ``heads`` (None: all) the contribution of a head is a constant; rows of the MLP alone are gated.
 
     A first run with the other heads silenced gives what the kept ones contribute at the end of the attention branch.
@@ -114,7 +114,7 @@ def gate_heads(block: nn.Module, gate: Gate, parts: Any, scope: str, heads: Tens
         (kept,) = contributed
         with written_out(), hooked(end, lambda y: kept + (y - kept).detach()):
             y = own(*args, **kwargs)
-        return gate(y, middle[-1] if scope == "branch" else None)
+        return gate(y, middle[-1] if config.scope == "branch" else None, config.scale == "rows")
 
     block.forward = forward
 

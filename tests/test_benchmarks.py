@@ -34,7 +34,7 @@ def saved_bytes(bench: SimpleNamespace, model: str, method: str) -> int:
 
 
 def test_every_method_steps_and_changes_the_weights(bench):
-    for model in ("test_vit", "test_convnext"):
+    for model in ("test_vit", "test_convnext", "test_video"):
         for title, method in bench.methods.METHODS.items():
             if method.suits(model, "eager"):
                 case = bench.case.Case(bench.case.Setting(model, title, bf16=False))
@@ -63,7 +63,8 @@ def test_methods_save_what_their_names_say(bench, less, more):
 
 
 def test_saved_bytes_of_methods_for_vits(bench):
-    sizes = {title: saved_bytes(bench, "test_vit", title) for title in bench.methods.METHODS if title != "budget 0.5"}
+    methods = {title for title, method in bench.methods.METHODS.items() if method.suits("test_vit", "eager")}
+    sizes = {title: saved_bytes(bench, "test_vit", title) for title in methods}
     assert sizes["sbp qkv r=0.5"] < sizes["sbp query r=0.5"]
     assert sizes["sbp qkv r=0.5, saved"] < sizes["sbp query r=0.5, saved"]
     assert sizes["sbp query r=0.5, saved"] < sizes["algorithm 1, r=0.5"] < sizes["full"]
@@ -302,6 +303,18 @@ def test_pictures(bench, tmp_path, kind, suffix, head):
     bench.plot.main([str(source), "--out", str(out)])
     assert out.read_bytes().startswith(head)
     assert out.stat().st_size > 10_000
+
+
+def test_models_of_few_methods_share_a_panel_of_the_front(bench):
+    rows = picture_rows("front", list(bench.methods.METHODS)[:8])
+    few = [row | {"model": model} for model in ("swin", "convnext") for row in rows[:3]]
+    assert few[0]["method"] == "full"
+    own, shared = bench.plot.front([*rows, *few]).axes
+    assert len(own.texts) == 8
+    methods = [row["method"].removeprefix("sbp ") for row in few[1:3]]
+    expected = {"full", *(f"{model}: {method}" for model in ("swin", "convnext") for method in methods)}
+    assert {text.get_text() for text in shared.texts} == expected
+    assert shared.get_title() == "swin, batch 8, eager\nconvnext, batch 8, eager"
 
 
 def test_names_do_not_overlap_in_the_front(bench):

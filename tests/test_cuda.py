@@ -49,9 +49,19 @@ def test_gradients_at_ratio_one_are_as_close_as_plain(name):
     assert distance(found, exact) <= 2 * distance(expected, exact)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"per_sample": True, "sampler": "random"},
+        {"per_sample": "balanced", "sampler": "random", "scale": "rows", "exact_downsampling": True, "per_block": True},
+        {"attention": "exact", "keep_ratio": 0.3, "scale": "rows"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["vit", "convnext"])
-def test_compiled_trains_without_recompilation(name):
-    _, eager, x = pair(name, keep_ratio=0.5)
+def test_compiled_trains_without_recompilation(name, options):
+    _, eager, x = pair(name, **{"keep_ratio": 0.5} | options)
     model = copy.deepcopy(eager)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True)

@@ -3,6 +3,7 @@
 import importlib
 import json
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -85,9 +86,20 @@ def test_picture(first: tuple[Path, Results]) -> None:
     assert len(picture) > 20_000
 
 
+def test_masks_differ_from_the_one_before(demo: ModuleType) -> None:
+    options = ["--epochs=1", "--schedule.warmup_epochs=0", "--sbp.preset=default", "--sbp.keep_ratio=0.5"]
+    trainer = demo.prepare(*options)
+    found = demo.masks(trainer.model, demo.shown(trainer), 5)
+    assert len(found) == 5
+    steps, kept = list(found), list(found.values())
+    assert steps == sorted(steps)
+    assert not any(torch.equal(a, b) for a, b in pairwise(kept))
+    assert all(mask.shape == kept[0].shape for mask in kept)
+
+
 def test_page(first: tuple[Path, Results]) -> None:
     page = (first[0] / "report.html").read_text()
-    assert page.count("<svg") == 6
+    assert page.count('role="img"') == 6
     assert (first[0] / "sbp" / "checkpoints" / "best.pt").exists()
 
 

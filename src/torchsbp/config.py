@@ -13,7 +13,7 @@ from .ops.rules import RULES
 from .sampling import samplers, schedules
 
 SCOPES = ("branch", "block")
-SCALES = ("none", "weight")
+SCALES = ("none", "weight", "rows")
 
 KeepRatio = schedules.Ratio | schedules.Milestones
 Blocks = None | float | Sequence[int] | Sequence[str] | Callable[[str, nn.Module], bool]
@@ -26,12 +26,20 @@ class SBPConfig:
     - ``keep_ratio``: share of positions that get gradients, in (0, 1]. A number, a pair (first, last sampled block), a
       list with one ratio per sampled block, or ``schedules.Milestones`` over training.
     - ``sampler``: a name in ``samplers.SAMPLERS`` or a callable of that type.
-    - ``attention``: which gradients an attention layer drops: "query", "qkv" or "head".
+    - ``attention``: which gradients an attention layer drops: "query", "qkv", "head", or "exact" for none: then the MLP
+      alone is sampled.
     - ``blocks``: which blocks are sampled. None: those of the papers for the model's family; a fraction of the blocks,
       counted from where theirs begin; block indices; block names (``*`` matches); a filter (name, module) -> bool.
     - ``scope``: "branch" keeps the residual path's gradient everywhere, "block" gates it too.
-    - ``per_sample``: a mask for every image instead of one for the batch.
-    - ``scale``: "weight" multiplies weight gradients of sampled branches by 1/r (for SGD; docs/method.md, section 4).
+    - ``per_sample``: a mask for every image instead of one for the batch. "balanced": over the batch, every position is
+      kept equally often.
+    - ``per_block``: a mask for every sampled block, on its own grid, instead of one for all of them. With scale="rows"
+      gradients are then unbiased through all blocks.
+    - ``exact_downsampling``: sampled stages have exact down-sampling layers. No residual path leads around these: a
+      sampled one cuts off the gradient of everything below at dropped positions.
+    - ``scale``: "weight" multiplies weight gradients of sampled branches by 1/r (for SGD). "rows" multiplies the
+      cotangent of a sampled block's kept positions by one over their probability, class and register tokens by 1: its
+      gradients are unbiased (docs/method.md, section 4).
     - ``recompute``: the dial between memory and speed. True: backward recomputes what it needs from the input of each
       block, saved in bfloat16 if products are (least memory). False: that input and the results of matrix products are
       saved, for kept rows. A number in between: that share of the blocks recomputes, the first ones. Blocks that are
@@ -44,10 +52,12 @@ class SBPConfig:
     attention: str = "query"
     blocks: Blocks = None
     scope: str = "branch"
-    per_sample: bool = False
+    per_sample: bool | str = False
     scale: str = "none"
     recompute: bool | float = True
     seed: int = 0
+    per_block: bool = False
+    exact_downsampling: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep_ratio", schedules.validate(self.keep_ratio))
@@ -55,9 +65,27 @@ class SBPConfig:
         one_of("attention", self.attention, RULES)
         one_of("scope", self.scope, SCOPES)
         one_of("scale", self.scale, SCALES)
-        if self.scale == "weight" and RULES[self.attention].heads:
-            raise UsageError('scale="weight" is defined for sampled rows, not heads; use attention="query" or "qkv"')
-        one_of("per_sample", self.per_sample, (True, False))
+        if self.scale != "none" and RULES[self.attention].heads:
+            raise UsageError(
+                f'scale="{self.scale}" is defined for sampled rows, not heads; use attention="query" or "qkv"'
+            )
+        if self.scale == "rows" and self.scope == "block":
+            raise UsageError(
+                'scale="rows" leaves the residual path as it is, which scope="block" gates; use scope="branch"'
+            )
+        one_of("per_sample", self.per_sample, (False, True, "balanced"))
+        if self.per_sample == "balanced" and not getattr(samplers.resolve(self.sampler), "cyclic", False):
+            cyclic = [name for name, sampler in samplers.SAMPLERS.items() if getattr(sampler, "cyclic", False)]
+            raise UsageError(
+                f'per_sample="balanced" turns one order for every sample, which sampler={shown(self.sampler)} does not '
+                f"allow; use per_sample=True, or one of the samplers {cyclic}"
+            )
+        one_of("per_block", self.per_block, (True, False))
+        if self.per_block and self.scope == "block":
+            raise UsageError(
+                'per_block=True with scope="block" leaves only positions that every block keeps; use scope="branch"'
+            )
+        one_of("exact_downsampling", self.exact_downsampling, (True, False))
         if not isinstance(self.recompute, (bool, int, float)) or not 0 <= self.recompute <= 1:
             raise UsageError(f"recompute={self.recompute!r} is not allowed; allowed: True, False, a number in [0, 1]")
         check_blocks(self.blocks)

@@ -47,3 +47,26 @@ def test_a_detector_is_not_said_to_fit(capsys):
     _, out, _ = run(capsys, "profile", *detector, "--methods", "full", "--predict")
     assert [line for line in out.splitlines() if line.startswith("peak, or more")]
     assert "Activations are those of backbone alone" in out
+
+
+def test_the_largest_batch_by_configuration(capsys):
+    status, out, _ = run(capsys, "plan", *SMALL, "--memory=300MiB", "--largest-batch", "--json")
+    assert status == 0
+    found = json.loads(out)
+    batches = {its["config"]: its["batch"] for its in found["largest"]}
+    assert list(batches)[::2] == ["full", "checkpoint", "sbp query r=0.5, all blocks, recomputed"]
+    assert batches["full"] < batches["exact lean, recomputed"]
+    assert batches["full"] < batches["sbp query r=0.5, recomputed"]
+    assert all(its["predicted"] <= found["usable"] == int(0.9 * found["memory"]) for its in found["largest"])
+    _, out, _ = run(capsys, "plan", *SMALL, "--memory=300MiB", "--largest_batch", "--keep_ratio=0.25")
+    title, line = out.splitlines()
+    assert title == "test_vit, 160×160, bf16, adamw: the largest batch in 300 MiB, of which 270 MiB may be allocated"
+    assert line.split()[:2] == ["sbp", "query"]
+    assert line.endswith(" MiB predicted")
+
+
+def test_memory_must_be_given_without_a_gpu(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    status, _, err = run(capsys, "plan", *SMALL)
+    assert status == 2
+    assert "there is no GPU here: say how much memory yours has, such as --memory 16GiB" in err

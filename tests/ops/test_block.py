@@ -7,6 +7,7 @@ from torchsbp.ops.heads import AttentionParams, AttentionSpec
 from torchsbp.ops.layers import BackwardOptions
 from torchsbp.ops.mlp import MLPParams, MLPSpec
 from torchsbp.ops.named import split
+from torchsbp.ops.rows import RowWeight
 from torchsbp.ops.rules import RULES
 
 from .helpers import RATIOS, assert_same_gradients, attention_params, gradients, kept_rows, mlp_params
@@ -26,7 +27,7 @@ def spec_of(rule: str) -> AttentionSpec:
 
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("scope", ["branch", "block"])
-@pytest.mark.parametrize("rule", ["query", "qkv"])
+@pytest.mark.parametrize("rule", ["query", "qkv", "exact"])
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_equals_reference(ratio, rule, scope, recompute):
     x, dy, p1, p2 = inputs()
@@ -39,6 +40,36 @@ def test_equals_reference(ratio, rule, scope, recompute):
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     leaves = (x, *p1, *p2)
     assert_same_gradients(gradients(ours, dy, leaves), gradients(theirs, dy, leaves))
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("rule", ["query", "qkv", "exact"])
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_weighted_rows_equal_reference(prefix, rule, recompute):
+    x, dy, p1, p2 = inputs()
+    places = torch.tensor([0, 1, 4, 7, 8, 13, 19])
+    rows, spec, weight = (torch.arange(B)[:, None] * N + places).flatten(), spec_of(rule), RowWeight(3.6, prefix)
+    factors = torch.tensor([[0.0, 1.0, 2.0], [2.0, 0.0, 1.0]], dtype=x.dtype).unbind()
+    options = BackwardOptions(recompute=recompute, row_weight=weight)
+    ours = transformer_block(x, rows, p1, spec, p2, MLPSpec(), factors=factors, options=options)
+    theirs = reference.transformer_block(x, rows, p1, spec, p2, MLPSpec(), factors, weight=weight)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    leaves = (x, *p1, *p2)
+    assert_same_gradients(gradients(ours, dy, leaves), gradients(theirs, dy, leaves))
+
+
+@pytest.mark.parametrize("rule", ["query", "exact"])
+def test_weighted_rows_are_unbiased(rule):
+    """The mean over all masks of one position beside the class token is the exact gradient."""
+    x, dy, p1, p2 = inputs()
+    leaves, spec, found = (x, *p1, *p2), spec_of(rule), []
+    exact = gradients(transformer_block(x, None, p1, spec, p2, MLPSpec()), dy, leaves)
+    options = BackwardOptions(row_weight=RowWeight(N - 1, 1))
+    for kept in range(1, N):
+        rows = (torch.arange(B)[:, None] * N + torch.tensor([0, kept])).flatten()
+        found.append(gradients(transformer_block(x, rows, p1, spec, p2, MLPSpec(), options=options), dy, leaves))
+    mean = [None if its[0] is None else torch.stack(its).mean(0) for its in zip(*found, strict=True)]
+    assert_same_gradients(mean, exact)
 
 
 def test_without_biases_and_scales():
@@ -73,7 +104,7 @@ def test_gradcheck_at_ratio_one():
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("rule", ["query", "qkv"])
+@pytest.mark.parametrize("rule", ["query", "qkv", "exact"])
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
 def test_saved_bytes_are_those_of_the_formula(rule, ratio, recompute):
     """x (kept rows under "qkv"), attention output and log-sum-exp of kept rows, indices; Q, K, V and the hidden layer
@@ -94,10 +125,10 @@ def test_saved_bytes_are_those_of_the_formula(rule, ratio, recompute):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = transformer_block(x, rows, p1, spec_of(rule), p2, MLPSpec(), options=BackwardOptions(recompute=recompute))
     k = B * round(ratio * N)
-    kv = k if rule == "qkv" else B * N
-    numbers = kv * C + k * C + k * HEADS
+    kv, q = k if rule == "qkv" else B * N, B * N if rule == "exact" else k
+    numbers = kv * C + q * C + q * HEADS
     if not recompute:
-        numbers += k * C + 2 * kv * C + k * 4 * C
+        numbers += q * C + 2 * kv * C + k * 4 * C
         if rule == "query" and rows is not None:
             numbers += B * N * C  # K and V are views of the whole projection, queries included
     assert y.requires_grad

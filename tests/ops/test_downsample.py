@@ -3,6 +3,8 @@ import torch
 
 from torchsbp.ops import reference
 from torchsbp.ops.downsample import DownsampleParams, DownsampleSpec, downsample
+from torchsbp.ops.layers import BackwardOptions
+from torchsbp.ops.rows import RowWeight
 
 from .helpers import RATIOS, assert_same_gradients, downsample_params, gradients, kept_rows
 
@@ -22,6 +24,16 @@ def test_equals_reference(ratio, size, kernel, stride, bias, memory_format):
     spec = DownsampleSpec((stride, stride))
     ours, theirs = downsample(x, rows, p, spec), reference.downsample(x, rows, p, spec)
     assert torch.equal(ours, theirs)
+    dy = torch.randn_like(ours)
+    assert_same_gradients(gradients(ours, dy, (x, *p)), gradients(theirs, dy, (x, *p)))
+
+
+def test_weighted_rows_equal_reference():
+    torch.manual_seed(0)
+    x = torch.randn(B, C, 8, 12, dtype=torch.float64, requires_grad=True)
+    p, rows, spec, weight = downsample_params(C, OUT, 2), kept_rows(B, 24, 0.25), DownsampleSpec((2, 2)), RowWeight(4.0)
+    ours = downsample(x, rows, p, spec, BackwardOptions(row_weight=weight))
+    theirs = reference.downsample(x, rows, p, spec, weight)
     dy = torch.randn_like(ours)
     assert_same_gradients(gradients(ours, dy, (x, *p)), gradients(theirs, dy, (x, *p)))
 

@@ -16,6 +16,7 @@ from torchsbp.ops.kernel_steps import ACTIVATION_CODES, KernelSteps, launch, rot
 from torchsbp.ops.layers import BackwardOptions, Norm, norm_again
 from torchsbp.ops.mlp import MLPSpec, mlp_branch
 from torchsbp.ops.rotary import rotate, rotate_backward
+from torchsbp.ops.rows import RowWeight
 from torchsbp.ops.rules import RULES
 from torchsbp.ops.steps import Affine, Steps
 
@@ -72,11 +73,12 @@ def test_take(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [False, True])
 @pytest.mark.parametrize("factor", [False, True])
+@pytest.mark.parametrize("weight", [None, RowWeight(3.3, 2)])
 @pytest.mark.parametrize("ratio", [1.0, 0.3])
-def test_cotangent(ratio, factor, scale, dtype):
+def test_cotangent(ratio, weight, factor, scale, dtype):
     dy, rows = randn(SAMPLES * N, C), rows_of(ratio)
     args = dy, rows, randn(SAMPLES) if factor else None, randn(C) if scale else None, SAMPLES, dtype
-    found = check(lambda steps: steps.cotangent(*args, total="output"), C, dtype == torch.bfloat16)
+    found = check(lambda steps: steps.cotangent(*args, total="output", weight=weight), C, dtype == torch.bfloat16)
     assert scale or found[0] is found[1]
 
 
@@ -207,8 +209,9 @@ def norm_of(affine: bool, kind: str = "layer") -> Affine:
 
 @pytest.mark.parametrize("scale", [False, True])
 @pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("weight", [None, RowWeight(3.3, 2)])
 @pytest.mark.parametrize("ratio", [1.0, 0.3])
-def test_norm_backward_middle(ratio, kind, scale):
+def test_norm_backward_middle(ratio, weight, kind, scale):
     rows, dy, norm = rows_of(ratio), randn(SAMPLES * N, C), norm_of(True, kind)
     x = randn(dy.shape[0] if rows is None else rows.shape[0], C)
     n, dn = norm_again(x, *norm, None), randn(*x.shape)
@@ -216,7 +219,7 @@ def test_norm_backward_middle(ratio, kind, scale):
 
     def run(steps):
         middle, cotangent = steps.norm_backward_middle(
-            dn, n, norm, dy, rows, *args, SAMPLES, torch.bfloat16, norm_total="norm", total="output"
+            dn, n, norm, dy, rows, *args, SAMPLES, torch.bfloat16, norm_total="norm", total="output", weight=weight
         )
         return middle, *(t.float() for t in cotangent)
 
@@ -286,18 +289,20 @@ B, SIDE, WIDTH, HEADS = 2, 6, 48, 3
 
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("scope", ["branch", "block"])
-@pytest.mark.parametrize("rule", ["query", "qkv"])
+@pytest.mark.parametrize("rule", ["query", "qkv", "exact"])
 @pytest.mark.parametrize("ratio", [1.0, 0.3])
 @pytest.mark.parametrize("op", ["block", "attention", "mlp", "convnext"])
 def test_ops_take_the_same_gradients_from_the_kernels(op, ratio, rule, scope, recompute):
     """Float32, whole ops: this is what the arguments of each step are."""
-    if op in ("mlp", "convnext") and rule == "qkv":
+    if op in ("mlp", "convnext") and rule != "query":
         pytest.skip("has no attention")
     x = randn(B, SIDE * SIDE, WIDTH).requires_grad_()
     p1 = on_device(attention_params(WIDTH, HEADS, dtype=torch.float32))
     p2 = on_device(mlp_params(WIDTH, 2 * WIDTH, dtype=torch.float32))
     rows, spec = kept_rows(B, SIDE * SIDE, ratio), AttentionSpec(HEADS, 0.25, rule=RULES[rule])
-    rows, options = None if rows is None else rows.to(DEVICE), BackwardOptions(scope, recompute)
+    weight = RowWeight(1 / ratio, 1) if scope == "branch" else None
+    rows = None if rows is None else rows.to(DEVICE)
+    options = BackwardOptions(scope, recompute, row_weight=None if rows is None else weight)
     factor = torch.tensor([0.5, 2.0], device=DEVICE)
     run = {
         "block": lambda: transformer_block(x, rows, p1, spec, p2, MLPSpec(), factors=(factor, factor), options=options),

@@ -5,6 +5,7 @@ from torchsbp.ops import reference
 from torchsbp.ops.activations import ACTIVATIONS, GATED
 from torchsbp.ops.layers import BackwardOptions, Norm
 from torchsbp.ops.mlp import MLPParams, MLPSpec, mlp_branch
+from torchsbp.ops.rows import RowWeight
 
 from .helpers import RATIOS, assert_same_gradients, gradients, kept_rows, mlp_params
 
@@ -28,6 +29,20 @@ def test_equals_reference(ratio, scope, recompute):
     ours = mlp_branch(x, rows, p, factor=factor, options=options)
     theirs = reference.mlp_branch(x, rows, p, MLPSpec(), factor, scope)
     assert torch.equal(ours, theirs)
+    assert_same_gradients(gradients(ours, dy, (x, *p)), gradients(theirs, dy, (x, *p)))
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("prefix", [0, 2])
+@pytest.mark.parametrize("ratio", [0.5, 0.25])
+def test_weighted_rows_equal_reference(ratio, prefix, residual):
+    x, dy, p = inputs()
+    rows, weight, factor = kept_rows(B, N, ratio), RowWeight(1 / ratio, prefix), torch.tensor([0.0, 1.0, 2.0]).double()
+    if prefix:  # they come first in every sample
+        rows = (torch.arange(B)[:, None] * N + torch.arange(prefix + 3)).flatten()
+    ours = mlp_branch(x, rows, p, factor=factor, residual=residual, options=BackwardOptions(row_weight=weight))
+    theirs = reference.mlp_branch(x, rows, p, MLPSpec(), factor, weight=weight) - (0 if residual else x)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     assert_same_gradients(gradients(ours, dy, (x, *p)), gradients(theirs, dy, (x, *p)))
 
 

@@ -21,7 +21,7 @@ def inputs():
 
 
 def test_the_rules_by_name():
-    assert list(RULES) == ["query", "qkv", "head"]
+    assert list(RULES) == ["query", "qkv", "head", "exact"]
     assert all(rule.name == name for name, rule in RULES.items())
 
 

@@ -162,7 +162,7 @@ def test_a_block_in_windows_equals_reference(name, ratio, rule, scope, recompute
     ours = transformer_block(
         x, rows, p1, spec, p2, MLPSpec(), factors=factors, options=BackwardOptions(scope, recompute), cut=cut
     )
-    theirs = reference.transformer_block(x, rows, p1, spec, p2, MLPSpec(), factors, scope, cut)
+    theirs = reference.transformer_block(x, rows, p1, spec, p2, MLPSpec(), factors, scope, cut=cut)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     dy = torch.randn_like(x)
     leaves = (x, *p1, *p2)

@@ -12,6 +12,7 @@ from torch import nn
 import torchsbp
 from torchsbp import SBPConfig, schedules
 
+from ..counting import SavedBytes
 from ..models import LEAN, Tiny, images, tiny_vit
 from ..oracle import check_step
 from ..steps import (
@@ -185,6 +186,41 @@ def test_changing_image_size_between_steps():
     for size in ((64, 96), (70, 130), (96, 64)):
         x = torch.randn(2, 3, *size, dtype=torch.float64)
         check_step(model, copy.deepcopy(plain), x)
+
+
+def test_exact_downsampling_layers_are_no_sites_and_save_their_input():
+    saved, x = {}, images()
+    for exact in (False, True):
+        model = torchsbp.apply(LEAN["convnext"].model(), keep_ratio=0.5, blocks=1.0, exact_downsampling=exact)
+        assert any("downsample" in name for name in sampled_in(model)) != exact
+        with SavedBytes(model, x) as count:
+            model(x)
+        saved[exact] = count.total
+    layers = [
+        (len(x) * 8 * 12, 8),
+        (len(x) * 4 * 6, 12),
+        (len(x) * 2 * 3, 16),
+    ]  # outputs, channels of their 2×2 patches
+    assert saved[True] - saved[False] == sum(8 * (n // 2 * 4 * c + n) for n, c in layers)
+
+
+@pytest.mark.parametrize(
+    "options, more",
+    [
+        ({"scale": "rows"}, 0),
+        ({"per_sample": "balanced"}, 0),
+        ({"per_block": True}, 8 * 3 * (1 + 12)),  # the indices of a second block
+    ],
+    ids=str,
+)
+def test_what_an_estimator_saves_more(options, more):
+    saved, x = [], images()
+    for its in ({}, options):
+        model = torchsbp.apply(LEAN["vit"].model(), keep_ratio=0.5, blocks=[1, 2], **its)
+        with SavedBytes(model, x) as count:
+            model(x)
+        saved.append(count.total)
+    assert saved[1] - saved[0] == more
 
 
 def test_scale_weight_is_the_inverse_ratio():

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import torchsbp
+from torchsbp import SBPConfig
 from torchsbp.adapters import queries
 from torchsbp.patching import replay
 from torchsbp.patching.check import Gate, gradient_errors, install_gate
@@ -80,7 +81,7 @@ def test_the_model_and_the_random_numbers_are_left_alone():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"attention": "qkv"}, r"check compares attention='query' with scale='none', found attention='qkv' with"),
+        ({"attention": "qkv"}, r"attention='query' with scale='none' or 'rows', found attention='qkv' with"),
         ({"scale": "weight"}, r"found attention='query' with scale='weight'; call torchsbp.remove\(model\), then"),
     ],
     ids=str,
@@ -130,18 +131,19 @@ class Ended(nn.Module):
         return self.last(self.shortcut(x) + self.response(self.f(x)))
 
 
-def test_parts_name_the_shortcut_what_is_last_and_a_norm_over_positions():
+@pytest.mark.parametrize("scale, counts", [("none", 1), ("rows", 2)])
+def test_parts_name_the_shortcut_what_is_last_and_a_norm_over_positions(scale, counts):
     block, x = Ended(), torch.ones(1, 2, 1, requires_grad=True)
     names = SimpleNamespace(shortcut="shortcut", last="last", response="response")
-    install_gate(block, Gate(torch.tensor([[0]]), (1, 2), 0), names, "branch")
+    install_gate(block, Gate(torch.tensor([[0]]), (1, 2), 0), names, SBPConfig(scale=scale))
     block(x).sum().backward()
-    assert x.grad.flatten().tolist() == [7 * (2 + 15), 7 * 2]
-    assert block.f.weight.grad.item() == 7 * 5  # of the kept position
+    assert x.grad.flatten().tolist() == [7 * (2 + counts * 15), 7 * 2]
+    assert block.f.weight.grad.item() == 7 * counts * 5  # of the kept position
     assert block.last.weight.grad.item() == 2 * 17  # of both
 
 
 def test_a_list_is_gated_at_its_last_member():
     chain, x = nn.ModuleList([nn.Identity(), nn.Linear(1, 3, bias=False)]), torch.ones(1, 2, 1, requires_grad=True)
-    install_gate(chain, Gate(torch.tensor([[1]]), (1, 2), 0), SimpleNamespace(), "branch")
+    install_gate(chain, Gate(torch.tensor([[1]]), (1, 2), 0), SimpleNamespace(), SBPConfig())
     chain[1](chain[0](x)).sum().backward()
     assert x.grad.flatten().tolist() == [0, chain[1].weight.sum().item()]

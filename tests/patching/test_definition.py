@@ -19,12 +19,14 @@ from ..steps import step
 RATIOS = (1.0, 0.5, 0.25)
 BLOCK, SAVED = {"scope": "block"}, {"recompute": False}
 RANDOM = {"per_sample": True, "sampler": "random"}
+BALANCED = {"per_sample": "balanced", "exact_downsampling": True, "scale": "rows"}
+ROWS = {"scale": "rows", "keep_ratio": 0.25, "per_block": True}
 DEPTH = {"blocks": 1.0, "keep_ratio": (0.25, 0.75), "recompute": 0.5}
 OPTIONS = {
-    "lean": (BLOCK, SAVED, SAVED | BLOCK, RANDOM, DEPTH),
-    "tokens": (BLOCK, SAVED, SAVED | BLOCK, RANDOM, DEPTH),
-    "maps": (SAVED, SAVED | BLOCK, BLOCK | RANDOM, DEPTH),
-    "windows": (BLOCK, SAVED | RANDOM, DEPTH | {"per_sample": True}),
+    "lean": (BLOCK, SAVED, SAVED | BLOCK, RANDOM, BALANCED, ROWS | SAVED, DEPTH),
+    "tokens": (BLOCK, SAVED, SAVED | BLOCK, RANDOM, ROWS, ROWS | SAVED, DEPTH),
+    "maps": (SAVED, SAVED | BLOCK, BLOCK | RANDOM, BALANCED, ROWS | SAVED, DEPTH),
+    "windows": (BLOCK, SAVED | RANDOM, BALANCED, ROWS | SAVED, DEPTH | {"per_sample": True}),
     "member": (),
 }
 UNUSED = r"mask_token|post_layernorm|vision_model\.head"  # by the libraries' own forward

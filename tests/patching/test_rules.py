@@ -25,3 +25,10 @@ def test_options_equal_the_oracle(name, rule):
     options = {"recompute": False, "per_sample": True, "blocks": 1.0, "keep_ratio": (0.25, 0.75)}
     model = MODELS[name].model(drop_path=0.5)
     check_rule(model, SBPConfig(**options, attention=rule, scope="block"), MODELS[name].images())
+
+
+@pytest.mark.parametrize("rule", ["query", "qkv", "exact"])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_weighted_rows_equal_the_oracle(name, rule):
+    options = {"scale": "rows", "per_sample": "balanced", "keep_ratio": 0.25}
+    check_rule(MODELS[name].model(drop_path=0.5), SBPConfig(**options, attention=rule), MODELS[name].images())

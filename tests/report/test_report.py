@@ -10,7 +10,7 @@ import pytest
 
 from torchsbp.cli.main import main
 from torchsbp.report import html, markdown, read, read_all, repetitions, rows
-from torchsbp.report.charts import thinned, ticks
+from torchsbp.report.charts import Series, chart, label, thinned, ticks
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -51,7 +51,7 @@ def test_table(runs):
     table = [dict(zip(header, row, strict=True)) for row in body]
     assert table[0] == {
         "run": "full_0", "seed": "0", "top-1, %": "84.00", "best top-1, %": "84.00", "training loss": "0.500",
-        "memory, MiB": "40", "images/s": "100", "minutes": "4.0", "state": "finished",
+        "memory, MiB": "40.0", "images/s": "100", "minutes": "4.0", "state": "finished",
     }  # fmt: skip
     assert table[2]["state"] == "unfinished, step 40 of 40"  # killed: half a line is left out
     assert (table[3]["run"], table[3]["seed"], table[3]["top-1, %"]) == ("mean of full", "2 seeds", "85.00 ± 1.41")
@@ -70,7 +70,7 @@ def test_the_page_needs_nothing_outside_it(runs, tmp_path, capsys):
     text = page.read_text()
     assert "| full_0 " in capsys.readouterr().out
     assert not re.search(r"(src|href)=\"(?!data:)|url\(|@import|https?://", text)
-    assert text.count("<svg") == 6
+    assert text.count('role="img"') == 6
     assert text.count("<polyline") == 12
     assert "sbp &lt;0&gt;" in text
     assert "<0>" not in text
@@ -83,7 +83,7 @@ def test_the_page_in_a_browser(runs, tmp_path, scheme):
     page = tmp_path / "report.html"
     main(["report", *map(str, runs), "--html", str(page)])
     probe = (
-        "<script>document.title = [...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect())"
+        "<script>document.title = [...document.querySelectorAll('figure svg')].map(s => s.getBoundingClientRect())"
         ".filter(r => r.width > 300 && r.height > 50).length + ' plots, '"
         " + getComputedStyle(document.body).backgroundColor</script>"
     )
@@ -100,6 +100,43 @@ def test_the_page_in_a_browser(runs, tmp_path, scheme):
     background = "rgb(247, 247, 245)" if scheme == "light" else "rgb(21, 23, 26)"
     assert f"<title>6 plots, {background}</title>" in result.stdout
     assert "CONSOLE" not in result.stderr
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt install chromium)")
+def test_on_a_narrow_screen_the_table_scrolls_and_the_page_does_not(runs, tmp_path):
+    page = tmp_path / "report.html"
+    main(["report", *map(str, runs), "--html", str(page)])
+    probe = (
+        "<script>const t = document.querySelector('.scroll'); document.title = [document.body.scrollWidth <= 600, "
+        "t.scrollWidth > t.clientWidth, getComputedStyle(t).overflowX].join(' ')</script>"
+    )
+    page.write_text(page.read_text().replace("</body>", probe + "</body>"))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=600,900", f"--user-data-dir={tmp_path}/c"]
+    command = [CHROMIUM, *options, "--dump-dom", page.as_uri()]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "<title>true true auto</title>" in result.stdout
+
+
+def test_many_runs_are_told_apart_by_colour_and_dashes(tmp_path):
+    """Also in the table's key; repetitions look the same."""
+    folders = [write_run(tmp_path / f"run_{i}", i % 2, f"preset {i // 2}", 0.0) for i in range(22)]
+    page = html(read_all(folders), "Many")
+    losses = re.search(r"<figure><figcaption>Training loss.*?</figure>", page, re.S)[0]
+    looks = re.findall(r'<polyline class="line (c\d d\d)"', losses)
+    assert len(looks) == 22
+    assert len(set(looks)) == 11
+    assert looks[0::2] == looks[1::2]
+    assert len({look.split()[0] for look in looks}) == 8
+    assert re.findall(r'<line class="line (c\d d\d)"', page) == looks
+    shapes = set(re.findall(r'<path class="dot c\d" transform="[^"]*" d="([^"]*)"', losses))
+    assert len(shapes) == 4
+
+
+def test_numbers_of_an_axis_have_the_same_decimals():
+    series = [Series("run", 0, [(0.5, 0.93), (1.0, 1.07), (1.5, 1.52)])]
+    labels = re.findall(r'class="tick"[^>]*>([^<]*)<', chart("Loss", "", series))
+    assert labels == ["1.0", "1.1", "1.2", "1.3", "1.4", "1.5", *(f"{n / 4:.2f}" for n in range(7)), "epoch"]
+    assert label(12345.6) == "12 346"
 
 
 def test_metrics_are_shown_as_the_run_recorded_them(tmp_path):
@@ -120,7 +157,7 @@ def test_metrics_are_shown_as_the_run_recorded_them(tmp_path):
         "minutes",
         "state",
     ]
-    assert row[2:7] == ["84.0", "81.0", "0.500", "40", "100"]
+    assert row[2:7] == ["84.0", "81.0", "0.500", "40.0", "100"]
     page = html([read(folder)], "Distances")
     assert "<figcaption>Distance <small>distance, m</small>" in page
     assert "<small>frames/s</small>" in page
@@ -130,7 +167,7 @@ def test_a_number_that_is_logged_is_drawn(runs):
     text = (runs[0] / "metrics.jsonl").read_text().replace('"lr": 0.1', '"lr": 0.1, "gradient_norm": 2.0')
     (runs[0] / "metrics.jsonl").write_text(text)
     page = html([read(path) for path in runs], "Runs")
-    assert page.count("<svg") == 7
+    assert page.count('role="img"') == 7
     assert "<figcaption>Gradient norm <small>" in page
 
 

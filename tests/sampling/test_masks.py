@@ -9,8 +9,8 @@ from torchsbp.sampling.masks import Masks, SiteSpec
 SITES = (SiteSpec("fine", 0), SiteSpec("fine again", 0), SiteSpec("coarse", 1), SiteSpec("heads", 1, heads=4))
 
 
-def masks(*ratios: float, prefix: int = 0, per_sample: bool = False) -> Masks:
-    found = Masks("random", 0, per_sample, prefix, ((), (halved,)), SITES)
+def masks(*ratios: float, prefix: int = 0, per_sample: bool | str = False, per_block: bool = False) -> Masks:
+    found = Masks("random", 0, per_sample, per_block, prefix, ((), (halved,)), SITES)
     found.ratios = ratios
     return found
 
@@ -50,6 +50,26 @@ def test_prefix_tokens_are_always_kept_and_come_first():
 def test_samples_have_masks_of_their_own_or_share_one(per_sample):
     kept = positions(begun(masks(0.5, 0.5, 0.5, 0.5, per_sample=per_sample), batch=4), 0)
     assert len(kept.unique(dim=0)) == (4 if per_sample else 1)
+
+
+def test_balanced_masks_keep_every_position_equally_often():
+    found = begun(masks(0.5, 0.25, 0.5, 0.5, prefix=1, per_sample="balanced"), batch=4)
+    for site, often in ((0, 2), (1, 1), (2, 2)):
+        kept = positions(found, site)
+        assert kept[:, 0].tolist() == [0] * 4
+        assert kept[:, 1:].flatten().bincount().tolist()[1:] == [often] * (kept[:, 1:].max())
+
+
+@pytest.mark.parametrize("per_sample", [True, False, "balanced"])
+def test_blocks_have_masks_of_their_own_on_their_own_grid(per_sample):
+    found = begun(masks(0.5, 0.5, 0.5, 1.0, prefix=1, per_sample=per_sample, per_block=True))
+    fine, again, coarse, everything = (positions(found, site) for site in range(4))
+    assert fine.shape == again.shape == (2, 1 + 48)
+    assert coarse.shape == (2, 1 + 12)
+    assert everything.shape == (2, 1 + 24)
+    assert fine.tolist() != again.tolist()
+    cells = torch.zeros(96).index_fill(0, fine[0, 1:] - 1, 1.0).view(4, 2, 6, 2).sum((1, 3))
+    assert set(cells.unique().tolist()) > {0.0, 4.0}  # not whole cells of the coarser grid
 
 
 def test_the_step_is_counted_when_masks_are_drawn():

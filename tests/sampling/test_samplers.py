@@ -4,8 +4,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from torchsbp.sampling.samplers import SAMPLERS, count, draw_key, enlarge, enlarged_count, first, resolve
+from torchsbp.sampling.samplers import SAMPLERS, balanced, count, draw_key, enlarge, enlarged_count, first, resolve
 
 IMAGES = [(14, 14), (8, 8), (7, 7), (6, 9), (5, 3), (1, 13), (13, 1), (12,), (7,)]
 VIDEOS = [(8, 4, 4), (7, 3, 5), (16, 2, 3), (5, 1, 1), (1, 4, 4)]
@@ -134,6 +135,26 @@ def test_random_visits_every_pair_equally_often():
     pairs = (kept.T @ kept / len(kept))[~torch.eye(12, dtype=torch.bool)]
     p = 6 / 12 * 5 / 11
     assert (pairs - p).abs().max() < 4 * math.sqrt(p * (1 - p) / len(kept))
+
+
+@pytest.mark.parametrize("samples", [4, 6, 7, 64])
+@pytest.mark.parametrize("ratios", [(0.5,), (0.3,), (0.25, 0.4, 0.7)])
+@pytest.mark.parametrize(
+    "name, shape", [("grid", (14, 14)), ("grid", (4, 6, 7)), ("random", (5, 8)), ("frames", (8, 2, 2))]
+)
+def test_balanced_orders_keep_every_position_equally_often(name, shape, ratios, samples):
+    n, counts = math.prod(shape), [count(name, shape, r) for r in ratios]
+    order = balanced(SAMPLERS[name](shape, ratios, key_of(3)), counts, samples)
+    assert torch.equal(order.sort().values, torch.arange(n).expand(samples, n))
+    for k in counts:
+        kept = torch.zeros(samples, n).scatter(1, first(order, k), 1.0).sum(0)
+        assert set(kept.tolist()) <= {samples * k // n, -(-samples * k // n)}
+
+
+def test_balanced_lattices_keep_whole_classes():
+    (phases,) = [balanced(SAMPLERS["grid"]((8, 8), (0.25,), key_of(3)), [16], 6)]
+    found = {int(classes((8, 8), 4).flatten()[kept].unique()) for kept in first(phases, 16)}
+    assert found == {0, 1, 2, 3}
 
 
 def classes(shape, s):
@@ -280,13 +301,33 @@ def test_compiled_equals_eager_when_ratio_and_size_change(name):
         assert torch.equal(compiled(torch.tensor(3), shape, ratio), draw(torch.tensor(3), shape, ratio))
 
 
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_numbers_that_meet_an_index_have_32_bits(name):
+    """Inductor computes sums and products of an arange and numbers as a 32-bit index on a GPU."""
+
+    def draw(step):
+        return SAMPLERS[name]((8, 14, 14), (0.25, 0.4), draw_key(3, step, 1, 4))
+
+    nodes = make_fx(draw)(torch.tensor(9)).graph.nodes
+    sums = [node for node in nodes if node.target in (torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor)]
+    numbers = [arg for node in sums for arg in node.args if isinstance(arg, int)]
+    assert len(numbers) > 8
+    assert all(-(2**31) <= number < 2**31 for number in numbers)
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_orders_are_the_same_on_every_device(name):
+def test_orders_are_the_same_on_every_device(name, compiled):
     for ratios in [(0.5,), (0.3,), (0.25, 0.4)]:
-        on_gpu = SAMPLERS[name]((8, 14, 14), ratios, draw_key(3, torch.tensor(9, device="cuda"), 1, 4))
-        assert torch.equal(on_gpu.cpu(), SAMPLERS[name]((8, 14, 14), ratios, key_of(9, seed=3, rank=1, samples=4)))
+
+        def draw(step, ratios=ratios):
+            return SAMPLERS[name]((8, 14, 14), ratios, draw_key(3, step, 1, 4))
+
+        torch.compiler.reset()
+        on_gpu = torch.compile(draw, fullgraph=True) if compiled else draw
+        assert torch.equal(on_gpu(torch.tensor(9, device="cuda")).cpu(), draw(torch.tensor(9)))
 
 
 def test_a_callable_is_a_sampler_of_positions():

@@ -1,17 +1,26 @@
 """Tiny runs for the tests: a ViT of width 16 on 8 × 8 pictures, trained in a second."""
 
 import json
+import multiprocessing
 import os
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from torchsbp.cli.main import main
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+SERVER = multiprocessing.get_context("forkserver")
+"""forks processes that have imported everything (tests/conftest.py): a run begins within milliseconds"""
 
 TINY: dict[str, Any] = {
     "task": {
@@ -81,6 +90,42 @@ def spawn(path: Path, *arguments: str, processes: int = 1) -> "subprocess.Comple
     return subprocess.run(
         command(path, *arguments, processes=processes), env=ENVIRONMENT, capture_output=True, text=True, timeout=120
     )
+
+
+def ranks(world: int) -> list[dict[str, str]]:
+    """What torchrun sets for each of several processes."""
+    if world == 1:
+        return [{}]
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "WORLD_SIZE": f"{world}"}
+    return [{**group, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(world)]
+
+
+def fork(
+    path: Path,
+    *arguments: str,
+    told: Path,
+    environment: dict[str, str] | None = None,
+    before: Callable[[], Any] | None = None,
+) -> BaseProcess:
+    """Train in a forked process, which calls ``before`` first; what it says is written to ``told``."""
+    process = SERVER.Process(target=_train, args=([str(path), *arguments], told, environment or {}, before))
+    process.start()
+    return process
+
+
+def _train(arguments: list[str], told: Path, environment: dict[str, str], before: Callable[[], Any] | None) -> None:
+    with told.open("w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    torch.set_num_threads(1)
+    tqdm.set_lock(threading.RLock())  # one for processes would be missed by the resource tracker after a kill
+    os.environ.update(environment)
+    if before is not None:
+        before()
+    sys.exit(train(arguments))
 
 
 def final(out: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from torchsbp.train.accuracy import Accuracy
 
-from .runs import evaluate, lines, run
+from .runs import lines, run
 from .test_recipes import picture_folder
 
 CPU = torch.device("cpu")
@@ -68,7 +68,8 @@ def test_the_names_of_the_classes_are_stored_with_the_weights(tmp_path):
 
     data = {"source": "folder", "root": str(picture_folder(tmp_path / "data")), "size": 8, "channels": 1}
     _, out = run(tmp_path, task={"data": data}, epochs=1, schedule={"warmup_epochs": 0}, batch=12, micro_batch=6)
-    assert evaluate([str(out), f"--export={tmp_path / 'exported.safetensors'}"]) == 0
-    for path in (out / "model.safetensors", tmp_path / "exported.safetensors"):
-        with safe_open(path, "pt") as file:
-            assert json.loads(file.metadata()["classes"]) == ["class0", "class1", "class2"]
+    with safe_open(out / "model.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["classes"]) == ["class0", "class1", "class2"]
+    for path in (out / "checkpoints").glob("*.pt"):
+        about = torch.load(path, weights_only=True)["about"]
+        assert json.loads(about["classes"]) == ["class0", "class1", "class2"]

@@ -73,7 +73,7 @@ def worker(rank: int, path: Path) -> None:
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     """What two processes found, and their recipe."""
     path = recipe(tmp_path_factory.mktemp("two"), **EXACT, batch=120, micro_batch=30)
-    mp.start_processes(worker, (path,), nprocs=2, start_method="spawn")
+    mp.start_processes(worker, (path,), nprocs=2, start_method="forkserver")
     return path, [torch.load(f"{path}.{rank}") for rank in range(2)]
 
 

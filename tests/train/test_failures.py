@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import sys
+import tempfile
 import types
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from torchsbp.train.runs.metrics import Metrics, identity
 from torchsbp.train.runs.state import Progress
 from torchsbp.train.runs.weights import read_weights
 
-from .runs import evaluate, final, lines, recipe, run, spawn
+from .runs import evaluate, final, lines, recipe, run, same, spawn
 from .test_recipes import picture_folder
 
 FOLDER = {
@@ -64,23 +65,90 @@ def test_a_nan_loss_stops_before_anything_is_saved(copy, capsys, monkeypatch):
     assert sorted((copy / "run" / "checkpoints").iterdir()) == before
 
 
-def test_a_full_disk_leaves_the_last_good_checkpoint(copy, capsys, monkeypatch):
-    before = final(copy / "run")
+@pytest.fixture(scope="module")
+def continued(half: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, continued without any failure."""
+    folder = tmp_path_factory.mktemp("continued")
+    shutil.copytree(half / "run", folder / "run")
+    assert on(folder) == 0
+    return folder / "run"
 
-    def full(content, file):
-        file.write(b"half a checkpoint")
-        raise OSError(errno.ENOSPC, "No space left on device")
+
+def events(out: Path) -> list[dict]:
+    """But for those that have the time of a change."""
+    return [line for line in lines(out) if line["kind"] != "run"]
+
+
+def full(handle: int, name: str) -> tuple[int, str]:
+    os.close(handle)
+    return os.open("/dev/full", os.O_WRONLY), name
+
+
+def read_only(handle: int, name: str) -> tuple[int, str]:
+    os.close(handle)
+    os.unlink(name)
+    raise OSError(errno.EROFS, "Read-only file system", name)
+
+
+REFUSALS = {full: "[Errno 28] No space left on device", read_only: "[Errno 30] Read-only file system"}
+FILES = {  # what is written: how many files in its folder before, and the folder
+    "step-0000000012.pt": (0, "checkpoints"),
+    "Accuracy by class.html": (0, "report"),
+    "metrics.jsonl": (0, "run"),
+    "model.safetensors": (1, "run"),
+}
+
+
+@pytest.mark.parametrize("refuse", REFUSALS)
+@pytest.mark.parametrize("file", FILES)
+def test_a_disk_that_refuses_loses_nothing(copy, continued, capsys, monkeypatch, refuse, file):
+    """It is told with the file's name; resumed, the run ends as it would have."""
+    left, folder = FILES[file]
+    mkstemp = tempfile.mkstemp
+
+    def refused(dir: Path, **options):
+        nonlocal left
+        handle, name = mkstemp(dir=dir, **options)
+        left -= Path(dir).name == folder
+        return refuse(handle, name) if left < 0 and Path(dir).name == folder else (handle, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", full)
+        patch.setattr(tempfile, "mkstemp", refused)
         assert on(copy) == 1
-    error = capsys.readouterr().err
-    assert "step-0000000012.pt can't be written: [Errno 28] No space left on device" in error
-    assert "The last good checkpoint: " in error
-    assert not list((copy / "run" / "checkpoints").glob(".*"))
-    assert final(copy / "run")["progress"] == before["progress"]
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert f"{file} can't be written: {REFUSALS[refuse]}" in error
+    assert not list((copy / "run").rglob(".*.tmp"))
     assert on(copy) == 0
-    assert lines(copy / "run")[-1]["step"] == 20
+    assert same(final(copy / "run"), final(continued))
+    assert events(copy / "run") == events(continued)
+
+
+def test_a_full_disk_may_leave_half_a_line(copy, continued, capsys, monkeypatch):
+    """The record is appended to; what is lost of it is written again after the last checkpoint."""
+    write = Metrics.write
+
+    def fails(self, kind, step, **values):
+        if step == 16:
+            self.file.write('{"kind": "tr')
+            self.file.close()
+            self.file = open("/dev/full", "a")  # noqa: SIM115
+        write(self, kind, step, **values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Metrics, "write", fails)
+        assert on(copy) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"{copy / 'run' / 'metrics.jsonl'} can't be written: [Errno 28] No space left on device. The chec" in error
+    assert (copy / "run" / "metrics.jsonl").read_text().endswith('{"kind": "tr')
+    assert on(copy) == 0
+    assert same(final(copy / "run"), final(continued))
+    assert events(copy / "run") == events(continued)
+
+
+def test_a_folder_that_can_not_be_made_is_named(tmp_path, capsys):
+    assert run(tmp_path, "--out=/proc/torchsbp")[0] == 1
+    assert "/proc/torchsbp" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_real_write_that_fails_is_told_apart(tmp_path):

@@ -13,7 +13,7 @@ from torchsbp.errors import RunError
 from torchsbp.train.loop import Trainer
 from torchsbp.train.runs.lock import Lock
 
-from .runs import ENVIRONMENT, command, lines, recipe, run, spawn
+from .runs import ENVIRONMENT, SERVER, fork, lines, ranks, recipe, run
 
 HOLDER = """
 import os, sys
@@ -84,26 +84,28 @@ def test_without_locks_a_run_goes_on_and_says_so(tmp_path, monkeypatch):
 
 
 def test_several_processes_are_one_holder_and_all_are_refused(tmp_path):
-    path = recipe(tmp_path, epochs=1, schedule={"warmup_epochs": 0})
+    path = recipe(tmp_path)
     process = holder(tmp_path / "run")
-    result = spawn(path, processes=2)
-    assert result.returncode != 0
-    assert f"is in use by process {process.pid} on " in result.stderr
+    told = [tmp_path / f"{rank}" for rank in range(2)]
+    started = [fork(path, told=file, environment=rank) for file, rank in zip(told, ranks(2), strict=True)]
+    for refused, file in zip(started, told, strict=True):
+        refused.join(60)
+        assert refused.exitcode == 1
+        assert f"is in use by process {process.pid} on " in file.read_text()
     process.communicate("")
-    result = spawn(path, processes=2)
-    assert result.returncode == 0, result.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_of_three_that_begin_at_once_one_runs(tmp_path):
     path = recipe(tmp_path)
-    started = [
-        subprocess.Popen(command(path, "--resume=auto"), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
-    told = [process.communicate(timeout=120)[1] for process in started]
-    codes = [process.returncode for process in started]
-    for code, text in zip(codes, told, strict=True):
-        assert code == 0 or "is in use by process" in text
+    together = SERVER.Barrier(3)
+    told = [tmp_path / f"{number}" for number in range(3)]
+    started = [fork(path, "--resume=auto", told=file, before=together.wait) for file in told]
+    for process in started:
+        process.join(60)
+    codes = [process.exitcode for process in started]
+    for code, file in zip(codes, told, strict=True):
+        assert code == 0 or "is in use by process" in file.read_text()
     assert codes.count(0) >= 1  # one that began when the first had ended finds it finished
     assert [line["kind"] for line in lines(tmp_path / "run")].count("run") == 1
 

@@ -3,19 +3,21 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from torchsbp.cli.main import ENDED
 from torchsbp.cli.recipe import parse
 from torchsbp.errors import RunError
 from torchsbp.train.distributed import Processes
 from torchsbp.train.loop import Trainer
 from torchsbp.train.raw import smaller, told
 
-from .runs import ENVIRONMENT, command, final, recipe, run, train
+from .runs import ENVIRONMENT, command, final, fork, recipe, run, train
 
 
 @pytest.mark.parametrize(
@@ -147,10 +149,41 @@ def test_a_killed_worker_is_told(tmp_path):
     assert "fewer task.data.workers read less at once. Continue with --resume auto" in told
 
 
-def test_ctrl_c_while_starting(tmp_path, capsys, monkeypatch):
-    def interrupted(self, *_):
-        raise KeyboardInterrupt
+def test_ctrl_c_while_starting(tmp_path):
+    """One line at any moment between our first own line and the loop's; nothing was written."""
+    path = recipe(tmp_path)
+    begin = f"import torchsbp.cli.main as m; print('here', flush=True); m.main(['train', {str(path)!r}])"
+    for seconds in (0.1, 0.3, 0.7, 1.5):
+        process = subprocess.Popen(
+            [sys.executable, "-c", begin], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert process.stdout.readline() == "here\n"
+        time.sleep(seconds)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert (process.returncode, errors) == (ENDED, "interrupted\n")
+        assert not (tmp_path / "run").exists()
 
-    monkeypatch.setattr(Trainer, "__init__", interrupted)
-    assert run(tmp_path)[0] == 1
-    assert capsys.readouterr().err == "error: interrupted while starting: nothing was trained, nothing written\n"
+
+def test_of_two_ctrl_c_the_second_ends_at_once(tmp_path):
+    """The first asks the loop to save; if that lasts too long, what was saved before is there."""
+    process = fork(recipe(tmp_path), told=tmp_path / "told", before=slow_to_stop)
+    while not list((tmp_path / "run").glob("checkpoints/step-*.pt")):
+        time.sleep(0.01)
+    for _ in range(2):
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(0.5)
+    process.join(60)
+    assert (process.exitcode, (tmp_path / "told").read_text()) == (ENDED, "interrupted\n")
+    assert run(tmp_path, "--resume=auto")[0] == 0
+
+
+def slow_to_stop() -> None:
+    stopping = Trainer.stopping
+
+    def slow(self: Trainer) -> bool:
+        if stopping(self):
+            time.sleep(60)
+        return False
+
+    Trainer.stopping = slow

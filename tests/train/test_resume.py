@@ -5,15 +5,17 @@ import random
 import signal
 import subprocess
 import time
-from contextlib import suppress
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
 from torchsbp.cli.main import INTERRUPTED
+from torchsbp.train.record import WEIGHTS
 
-from .runs import ENVIRONMENT, command, final, lines, recipe, run, same, spawn
+from .kills import PHASES, ended, killed
+from .runs import ENVIRONMENT, command, final, lines, recipe, run, same
 
 
 @pytest.fixture(scope="module")
@@ -63,60 +65,36 @@ def test_resumed_from_any_checkpoint_it_ends_the_same(whole, tmp_path, step, mon
     assert lines(whole) == lines(out)
 
 
-def family(pid: int) -> list[int]:
-    """A process and its descendants: torchrun's workers are in sessions of their own."""
-    with suppress(FileNotFoundError):
-        children = [int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
-        return [pid, *(p for child in children for p in family(child))]
-    return [pid]
+def test_killed_in_every_phase_it_ends_the_same(whole, tmp_path):
+    path = recipe(tmp_path, checkpoint={"every_steps": 1})
+    chance = random.Random(0)
+    found = [killed(path, phase, 1, chance) for phase in PHASES]
+    assert None not in found
+    assert_same(whole, ended(path))
 
 
-def killed(path: Path, kills: int, processes: int, seconds: float) -> int:
-    """Start and SIGKILL at random moments, then let it end; how many kills found a run in progress."""
+@pytest.mark.slow
+@pytest.mark.parametrize("processes, kills", [(1, 60), (2, 40)])
+def test_killed_at_random_moments_it_ends_the_same(tmp_path, processes, kills):
+    """A hundred kills, spread over all phases; several in each run."""
+    whole = ended(recipe(tmp_path / "whole", checkpoint={"every_steps": 1}), processes)
     chance = random.Random(processes)
-    effective = 0
-    for _ in range(kills):
-        process = subprocess.Popen(
-            command(path, "--resume", "auto", processes=processes),
-            env=ENVIRONMENT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        deadline = time.monotonic() + 60
-        out = path.parent / "run" / "metrics.jsonl"
-        before = out.stat().st_mtime_ns if out.exists() else 0
-        while time.monotonic() < deadline and process.poll() is None:  # until it trains
-            if out.exists() and out.stat().st_mtime_ns != before:
-                break
-            time.sleep(0.01)
-        time.sleep(chance.uniform(0, seconds))
-        effective += process.poll() is None
-        for pid in family(process.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
-    result = spawn(path, "--resume", "auto", processes=processes)
-    assert result.returncode == 0, result.stderr
-    return effective
+    began, found, number = time.monotonic(), Counter(), 0
+    while found.total() < kills:
+        path = recipe(tmp_path / f"killed {number}", checkpoint={"every_steps": 1})
+        for _ in range(12):
+            wanted = min(PHASES, key=lambda phase: (found[phase], chance.random()))
+            found.update(filter(None, [killed(path, wanted, processes, chance)]))
+        assert_same(whole, ended(path, processes))
+        number += 1
+    print(f"\n{processes} processes, {number} runs, {time.monotonic() - began:.0f} s, killed while {dict(found)}")
+    assert min(found[phase] for phase in PHASES) >= kills // 10
 
 
-@pytest.mark.parametrize(
-    "kills, processes",
-    [(2, 1), pytest.param(10, 1, marks=pytest.mark.slow), pytest.param(10, 2, marks=pytest.mark.slow)],
-)
-def test_killed_at_random_moments_it_ends_the_same(tmp_path, kills, processes):
-    changes = {"checkpoint": {"every_steps": 1}, "epochs": 2 + kills}
-    if processes == 1:
-        assert run(tmp_path / "whole", **changes)[0] == 0
-    else:
-        result = spawn(recipe(tmp_path / "whole", **changes), processes=processes)
-        assert result.returncode == 0, result.stderr
-    effective = killed(recipe(tmp_path / "killed", **changes), kills, processes, seconds=1.0)
-    assert effective >= kills // 2
-    whole, out = tmp_path / "whole" / "run", tmp_path / "killed" / "run"
+def assert_same(whole: Path, out: Path) -> None:
     assert same(final(whole), final(out))
     assert lines(whole) == lines(out)
+    assert (whole / WEIGHTS).read_bytes()[-1000:] == (out / WEIGHTS).read_bytes()[-1000:]  # its head has the folder
     assert not list((out / "checkpoints").glob(".*.tmp"))
 
 

@@ -84,7 +84,8 @@ def sbp_config(args: argparse.Namespace) -> SBPConfig:
     return SBPConfig(**sbp_options(args))
 
 
-def heading(args: argparse.Namespace, named: Named) -> str:
+def heading(args: argparse.Namespace, named: Named, batch: bool = True) -> str:
     images = len(named.shape) == 3
     sides = "×".join(str(side) for side in (named.shape[1:] if images else named.shape))
-    return f"{args.model}, batch {args.batch}, {sides}, {args.precision}, {args.optimizer}"
+    size = [f"batch {args.batch}"] if batch else []
+    return ", ".join([args.model, *size, sides, args.precision, args.optimizer])

@@ -1,13 +1,18 @@
 """``torchsbp COMMAND …``. A command is a file beside this one that has ``PURPOSE`` and ``run(argv)``.
 
 Its name is the file's, or the file's ``NAME``. Exit codes: 0 done; 1 it can't go on; 2 wrong usage or configuration;
-75 a signal came, everything is saved: run the same command again with ``--resume auto``. What is wrong with the
-user's input, data or machine is told in one message; anything else is our mistake and keeps its traceback.
+75 a signal came, everything is saved: run the same command again with ``--resume auto``; 130 Ctrl-C ended it at once.
+What is wrong with the user's input, data or machine is told in one message; anything else is our mistake and keeps its
+traceback.
 """
 
 import ast
+import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -18,6 +23,7 @@ from ..errors import DataError, RunError, SignalError, UsageError
 
 IMPOSSIBLE, MISUSED = 1, 2
 INTERRUPTED = 75  # EX_TEMPFAIL: try again
+ENDED = 130  # as shells say of what SIGINT ended
 
 
 class Command(NamedTuple):
@@ -67,7 +73,31 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    name, *rest = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
+    with ended_by_ctrl_c():
+        return answered(*([*(sys.argv[1:] if argv is None else argv)] or ["--help"]))
+
+
+@contextmanager
+def ended_by_ctrl_c() -> Iterator[None]:
+    """Ctrl-C ends the process at once, whatever is being imported; the loop of ``train`` has a way of its own."""
+    own = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    if own or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end(*_: object) -> None:
+    os.write(2, b"interrupted\n")
+    os._exit(ENDED)
+
+
+def answered(name: str, *rest: str) -> int:
+    """The exit code of a command."""
     if name in ("-h", "--help"):
         print(usage())
         return 0
@@ -78,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command is None:
         return told(f"torchsbp: unknown command {name!r}\n{usage()}", MISUSED)
     try:
-        return command.run(rest) or 0
+        return command.run([*rest]) or 0
     except SignalError:
         return told("interrupted: everything is saved; continue with --resume auto", INTERRUPTED)
     except UsageError as error:

@@ -184,9 +184,7 @@ def plan(
     The other arguments are those of ``estimate``. ``DoesNotFitError`` says what the least possible is.
     """
     total = parse_size(memory)
-    if isinstance(headroom, bool) or not isinstance(headroom, (int, float)) or not 0 <= headroom < 1:
-        raise UsageError(f"headroom={headroom!r} is not allowed; allowed: a number in [0, 1)")
-    usable, model = int(total * (1 - headroom)), build(model)
+    usable, model = usable_of(total, headroom), build(model)
     check_configs(configs)
     order = levels(model) if configs is None else [[config] for config in configs]
     found: dict[int, Estimate] = {}
@@ -221,6 +219,13 @@ def plan(
         batch = largest_batch(model, input_shape, usable, least.config, precision, optimizer, loss=loss)
         needed += f"the largest batch with that is {batch}" if batch else "not even a batch of 1 fits"
     raise DoesNotFitError(f"does not fit in {mib(total)} ({mib(usable)} without the headroom): {needed}", tried())
+
+
+def usable_of(memory: int, headroom: float) -> int:
+    """What may be allocated of so many bytes."""
+    if isinstance(headroom, bool) or not isinstance(headroom, (int, float)) or not 0 <= headroom < 1:
+        raise UsageError(f"headroom={headroom!r} is not allowed; allowed: a number in [0, 1)")
+    return int(memory * (1 - headroom))
 
 
 def check_configs(configs: object) -> None:

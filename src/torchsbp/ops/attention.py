@@ -3,6 +3,7 @@
 - Rule "query": kept output rows; K and V of all rows receive what the kept queries send (Eq. 19–23).
 - Rule "qkv": additionally, no gradient reaches a key or value outside the kept rows.
 - Rule "head": all rows, but only the contribution of the kept heads.
+- Rule "exact": everything.
 
 The probabilities are those of the full softmax in all of them. Saved: the attention output and log-sum-exp of kept rows
 (heads), and x: all rows where K and V of all rows are needed, kept rows under "qkv".
@@ -283,7 +284,7 @@ class _AttentionBranch(torch.autograd.Function):
         saved = attention_saved(x, o, lse, qkv, rows, inverse, heads, spec, options.recompute)
         ctx.save_for_backward(*saved, *Sampled(heads, factor), *p)
         ctx.spec, ctx.dtype = spec, x.dtype
-        ctx.scope, ctx.weight_scale = options.scope, options.weight_scale
+        ctx.options = options
         y = attention_output(o, p, spec)
         if factor is not None:
             y = y * factor.view(-1, 1, 1)
@@ -298,13 +299,16 @@ class _AttentionBranch(torch.autograd.Function):
         spec, dtype, shape, dy = ctx.spec, saved.o.dtype, dy.shape, R.flat(dy)
         kept_p, kept_spec = (p, spec) if heads is None else select_heads(p, spec, heads)
         steps = device_of(saved.x).steps(saved.x, attention_columns(kept_p))
-        kept_dy = steps.cotangent(dy, saved.rows, factor, p.scale, shape[0], dtype, total="attention_output")
+        weight = ctx.options.row_weight
+        kept_dy = steps.cotangent(
+            dy, saved.rows, factor, p.scale, shape[0], dtype, total="attention_output", weight=weight
+        )
         cast_weights = AttentionWeights(*steps.cast(dtype, kept_p.qkv_weight, kept_p.qkv_bias, kept_p.proj_weight))
         dx, products = attention_input_backward(
             steps, kept_dy, saved, cast_weights, kept_p, kept_spec, needs,
-            kept=None, base=dy, scope=ctx.scope, dtype=ctx.dtype,
+            kept=None, base=dy, scope=ctx.options.scope, dtype=ctx.dtype,
         )  # fmt: skip
         grads = attention_gradients(products, steps.totals(), kept_p, needs)
         if heads is not None:
             grads = scatter_heads(grads, p, spec, heads)
-        return *AttentionInputs(dx.view(shape)), *parameter_gradients(grads, p, needs, ctx.weight_scale)
+        return *AttentionInputs(dx.view(shape)), *parameter_gradients(grads, p, needs, ctx.options.weight_scale)

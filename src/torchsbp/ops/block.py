@@ -1,7 +1,8 @@
 """The pre-norm transformer block as one function: the attention branch, then the MLP branch, on the same kept rows.
 
 Saved per block: x (all rows; under rule "qkv" the kept ones), and the kept rows of the attention output and its
-log-sum-exp. The rows between the two branches are recomputed from these, so they need not be saved.
+log-sum-exp; all of them under rule "exact", where rows of the MLP alone are kept. The rows between the two branches are
+recomputed from these, so they need not be saved.
 """
 
 from typing import Any, NamedTuple
@@ -54,9 +55,9 @@ def transformer_block(
     options: BackwardOptions = BackwardOptions(),
     cut: Cut = NO_WINDOWS,
 ) -> Tensor:
-    """The block on ``x [B, N, C]`` under a rule that samples rows; ``factors``: stochastic depth of the two branches;
-    ``inverse``: that of ``rows`` if it is at hand; ``cut``: the windows of attention, if it has any."""
-    assert attention_spec.rule.query_rows, "all rows: attention_branch and mlp_branch"
+    """The block on ``x [B, N, C]`` under a rule that samples rows, or none of them in its attention; ``factors``:
+    stochastic depth of the two branches; ``inverse``: that of ``rows`` if it is at hand; ``cut``: the windows of
+    attention, if it has any."""
     assert not attention_spec.rule.heads, "heads are sampled by attention_branch"
     dtype = autocast_dtype(x)
     specs = attention_spec._replace(dtype=dtype), mlp_spec._replace(dtype=dtype)
@@ -78,9 +79,11 @@ class BlockInputs(NamedTuple):
 
 
 class BlockSaved(NamedTuple):
-    """What the function saves besides ``AttentionSaved``: kept rows of the hidden layer, unless recomputed, and
-    stochastic depth's factors per sample."""
+    """What the function saves besides ``AttentionSaved``: the rows that the MLP keeps and their inverse, these rows of
+    the hidden layer, unless recomputed, and stochastic depth's factors per sample."""
 
+    rows: R.Rows
+    inverse: Grad
     h: Grad
     attention_factor: Grad
     mlp_factor: Grad
@@ -91,16 +94,19 @@ class _TransformerBlock(torch.autograd.Function):
     def forward(ctx: Any, *flat: Any) -> Tensor:
         inputs, cut, p1, p2 = split(flat, BlockInputs, Cut, AttentionParams, MLPParams)
         x, rows, inverse, factor1, factor2, spec1, spec2, options = inputs
+        kept, place = rows, inverse
+        if not spec1.rule.query_rows:  # attention keeps all rows, and all slots of its windows
+            kept, place, cut = None, None, Cut(cut.places, cut.regions)
         o, lse, qkv = attention_forward(x, p1, spec1, cut)
-        saved = attention_saved(x, o, lse, qkv, rows, inverse, None, spec1, options.recompute)
+        saved = attention_saved(x, o, lse, qkv, kept, place, None, spec1, options.recompute)
         y = attention_output(o, p1, spec1)
         x = x + (y if factor1 is None else y * factor1.view(-1, 1, 1))
         h = mlp_hidden(x, p2, spec2)
         kept_h = None if options.recompute else device_of(h).save_rows(h, rows)
         y = mlp_output(h, p2, spec2)
-        ctx.save_for_backward(*saved, *BlockSaved(kept_h, factor1, factor2), *cut, *p1, *p2)
+        ctx.save_for_backward(*saved, *BlockSaved(rows, inverse, kept_h, factor1, factor2), *cut, *p1, *p2)
         ctx.attention_spec, ctx.mlp_spec, ctx.dtype = spec1, spec2, x.dtype
-        ctx.scope, ctx.weight_scale = options.scope, options.weight_scale
+        ctx.options = options
         return x + (y if factor2 is None else y * factor2.view(-1, 1, 1))
 
     @staticmethod
@@ -110,26 +116,35 @@ class _TransformerBlock(torch.autograd.Function):
         parts = AttentionSaved, BlockSaved, Cut, AttentionParams, MLPParams
         saved, more, cut, p1, p2 = split(ctx.saved_tensors, *parts)
         _, _, needs1, needs2 = split(ctx.needs_input_grad, BlockInputs, Cut, AttentionParams, MLPParams)
-        h, factor1, factor2 = more
-        rows, spec1, spec2 = saved.rows, ctx.attention_spec, ctx.mlp_spec
+        rows, inverse, h, factor1, factor2 = more
+        spec1, spec2 = ctx.attention_spec, ctx.mlp_spec
         shape, samples, dtype, dy = dy.shape, dy.shape[0], saved.o.dtype, R.flat(dy)
         steps = device_of(saved.x).steps(saved.x, mlp_columns(p2) + attention_columns(p1))
 
-        kept_dy = steps.cotangent(dy, rows, factor2, p2.scale, samples, dtype, total="mlp_output")
+        weight = ctx.options.row_weight
+        kept_dy = steps.cotangent(dy, rows, factor2, p2.scale, samples, dtype, total="mlp_output", weight=weight)
         weights = AttentionWeights(p1.qkv_weight, p1.qkv_bias, p1.proj_weight, p1.proj_bias)
         weights1, weights2 = split(steps.cast(dtype, *weights, *mlp_weights(p2)), AttentionWeights, MLPWeights)
         affine = mlp_norm(p2, spec2)
-        middle = middle_again(steps, saved, weights1, p1, spec1, factor1, affine, dy)
+        middle = middle_again(steps, saved, rows, weights1, p1, spec1, factor1, affine, dy)
         dn, products2 = mlp_backward(steps, kept_dy, middle, h, weights2, p2, spec2, needs2)
         del kept_dy
-        d_middle, kept_dy = steps.norm_backward_middle(
-            dn, middle, affine, dy, rows, factor1, p1.scale, samples, dtype,
-            norm_total="mlp_norm", total="attention_output",
-        )  # fmt: skip
+        d_middle: Grad = None
+        if spec1.rule.query_rows:
+            d_middle, kept_dy = steps.norm_backward_middle(
+                dn, middle, affine, dy, rows, factor1, p1.scale, samples, dtype,
+                norm_total="mlp_norm", total="attention_output", weight=weight,
+            )  # fmt: skip
+        else:  # all rows go on
+            dy = steps.norm_backward_input(
+                dn, middle, affine, dy.dtype, rows=rows, inverse=inverse, size=dy.shape[0],
+                base=dy, gated=ctx.options.scope == "block", norm_total="mlp_norm",
+            )  # fmt: skip
+            kept_dy = steps.cotangent(dy, None, factor1, p1.scale, samples, dtype, total="attention_output")
         del middle, dn
         dx, products1 = attention_input_backward(
             steps, kept_dy, saved, weights1, p1, spec1, needs1,
-            kept=d_middle, base=dy, scope=ctx.scope, dtype=ctx.dtype, cut=cut,
+            kept=d_middle, base=dy, scope=ctx.options.scope, dtype=ctx.dtype, cut=cut,
         )  # fmt: skip
         totals = steps.totals()
         grads1 = attention_gradients(products1, totals, p1, needs1)
@@ -137,14 +152,15 @@ class _TransformerBlock(torch.autograd.Function):
         return (
             *BlockInputs(dx.view(shape)),
             *NO_WINDOWS,
-            *parameter_gradients(grads1, p1, needs1, ctx.weight_scale),
-            *parameter_gradients(grads2, p2, needs2, ctx.weight_scale),
+            *parameter_gradients(grads1, p1, needs1, ctx.options.weight_scale),
+            *parameter_gradients(grads2, p2, needs2, ctx.options.weight_scale),
         )
 
 
 def middle_again(
     steps: Steps,
     saved: AttentionSaved,
+    rows: R.Rows,
     weights: AttentionWeights,
     p1: AttentionParams,
     spec1: AttentionSpec,
@@ -153,9 +169,10 @@ def middle_again(
     dy: Tensor,
 ) -> Normed:
     """The kept rows between the branches and their norm, from what the attention branch saved; after ``dy``."""
+    o = saved.o if spec1.rule.query_rows else R.take(saved.o, rows)
     return steps.normalise(
         R.flat(saved.x), norm, spec1.dtype, after=dy,
-        rows=None if spec1.rule.key_rows else saved.rows,
-        branch=linear(saved.o, R.after(dy, weights.proj_weight), weights.proj_bias, None),
+        rows=None if spec1.rule.key_rows else rows,
+        branch=linear(o, R.after(dy, weights.proj_weight), weights.proj_bias, None),
         scale=p1.scale, factor=factor1, samples=saved.x.shape[0],
     )  # fmt: skip

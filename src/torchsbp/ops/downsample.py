@@ -86,7 +86,7 @@ class _Downsample(torch.autograd.Function):
             rows = torch.arange(y.shape[0] * y.shape[2] * y.shape[3], device=x.device)
         inputs = patch_rows(rows, x.shape[2:], y.shape[2:], p.weight.shape[2:], spec.stride)
         ctx.save_for_backward(*DownsampleSaved(R.take(channels_last, inputs), rows), *p)
-        ctx.spec, ctx.weight_scale, ctx.shape = spec, options.weight_scale, channels_last.shape
+        ctx.spec, ctx.options, ctx.shape = spec, options, channels_last.shape
         return y
 
     @staticmethod
@@ -97,7 +97,8 @@ class _Downsample(torch.autograd.Function):
         spec, (B, H, W, C), (out, _, kh, kw) = ctx.spec, ctx.shape, p.weight.shape
         steps, affine = device_of(x).steps(x, out + 2 * C), Affine(p.norm_weight, p.norm_bias, spec.norm)
         n = steps.normalise(x, affine, spec.dtype, after=dy)
-        kept_dy, _ = steps.cotangent(R.flat(dy.permute(0, 2, 3, 1)), rows, None, None, B, n.y.dtype, total="output")
+        weight, dy_rows = ctx.options.row_weight, R.flat(dy.permute(0, 2, 3, 1))
+        kept_dy, _ = steps.cotangent(dy_rows, rows, None, None, B, n.y.dtype, total="output", weight=weight)
         matrix = p.weight.permute(0, 2, 3, 1).flatten(1)
         dw = weight_gradient(kept_dy, n.y.view(-1, kh * kw * C), matrix, needs.weight)
         if dw is not None:
@@ -110,4 +111,4 @@ class _Downsample(torch.autograd.Function):
         totals = steps.totals()
         grads = DownsampleParams(totals["norm_weight"], totals["norm_bias"], dw, totals["output"])
         dx = dx.view(B, H, W, C).permute(0, 3, 1, 2)
-        return *DownsampleInputs(dx), *parameter_gradients(grads, p, needs, ctx.weight_scale)
+        return *DownsampleInputs(dx), *parameter_gradients(grads, p, needs, ctx.options.weight_scale)

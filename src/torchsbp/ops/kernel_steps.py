@@ -57,6 +57,12 @@ def take_rows(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
     return kept
 
 
+def row_weight(weight: R.RowWeight | None) -> dict[str, Any]:
+    """What a kernel is told about it."""
+    value, prefix = weight or R.RowWeight(1.0)
+    return {"row_weight": value, "prefix": prefix, "WEIGHTED": weight is not None}
+
+
 class KernelSteps(Steps):
     def __init__(self, x: Tensor, columns: int) -> None:
         self.programs = PROGRAMS_PER_PROCESSOR * self.processors(x.device)
@@ -106,8 +112,9 @@ class KernelSteps(Steps):
         return [t if t is None or t.dtype == dtype else next(given) for t in tensors]
 
     def cotangent(
-        self, dy: Tensor, rows: R.Rows, factor: Grad, scale: Grad, samples: int, dtype: torch.dtype, *, total: str
-    ) -> Cotangent:
+        self, dy: Tensor, rows: R.Rows, factor: Grad, scale: Grad, samples: int, dtype: torch.dtype, *,
+        total: str, weight: R.RowWeight | None = None,
+    ) -> Cotangent:  # fmt: skip
         dy = dy.contiguous()
         count, C = dy.shape[0] if rows is None else rows.shape[0], dy.shape[1]
         half = torch.empty(count, C, dtype=dtype, device=dy.device)
@@ -115,7 +122,7 @@ class KernelSteps(Steps):
         self.launch(
             "cotangent", (self.programs,),
             dy=dy, rows=rows, factor=factor, scale=scale, half=half, scaled=scaled, **self.buffer(total, C),
-            count=count, per_sample=count // samples, C=C,
+            count=count, per_sample=count // samples, C=C, **row_weight(weight),
             HAS_ROWS=rows is not None, HAS_FACTOR=factor is not None, HAS_SCALE=scale is not None, **tile(C),
         )  # fmt: skip
         return Cotangent(half, half if scaled is None else scaled)
@@ -186,13 +193,14 @@ class KernelSteps(Steps):
 
     def norm_backward_middle(
         self, dn: Tensor, n: Normed, norm: Affine, dy: Tensor, rows: R.Rows,
-        factor: Grad, scale: Grad, samples: int, dtype: torch.dtype, *, norm_total: str, total: str,
+        factor: Grad, scale: Grad, samples: int, dtype: torch.dtype, *,
+        norm_total: str, total: str, weight: R.RowWeight | None = None,
     ) -> tuple[Tensor, Cotangent]:  # fmt: skip
         half = torch.empty(dn.shape, dtype=dtype, device=dn.device)
         scaled = None if scale is None else torch.empty_like(half)
         middle = self._norm_backward_rows(
             dn, n, norm, dy.dtype, dn.shape[0], norm_total, base=dy, base_rows=rows,
-            half=half, scaled=scaled, factor=factor, scale=scale, samples=samples, half_total=total,
+            half=half, scaled=scaled, factor=factor, scale=scale, samples=samples, half_total=total, row=weight,
         )  # fmt: skip
         return middle, Cotangent(half, half if scaled is None else scaled)
 
@@ -214,7 +222,7 @@ class KernelSteps(Steps):
         inverse: Grad = None, dn_kept: Grad = None, kept: Grad = None,
         base: Grad = None, base_rows: Grad = None, gated: bool = False,
         half: Grad = None, scaled: Grad = None, factor: Grad = None, scale: Grad = None, samples: int = 1,
-        half_total: str = "",
+        half_total: str = "", row: R.RowWeight | None = None,
     ) -> Tensor:  # fmt: skip
         """The kernel's sums are side by side: the norm's weight, its bias, and if there is a ``half``, that's."""
         C = dn.shape[1]
@@ -228,7 +236,7 @@ class KernelSteps(Steps):
             dn=dn.contiguous(), dn_kept=dn_kept, x=n.x, mean=n.mean, rstd=n.rstd, weight=norm.weight, kept=kept,
             base=None if base is None else base.contiguous(), base_rows=base_rows, inverse=inverse, dx=dx,
             half=half, scaled=scaled, factor=factor, scale=scale, **buffer,
-            size=size, per_sample=size // samples, C=C,
+            size=size, per_sample=size // samples, C=C, **row_weight(row),
             HAS_DN_KEPT=dn_kept is not None, HAS_WEIGHT=norm.weight is not None, CENTRE=n.mean is not None,
             HAS_KEPT=kept is not None, HAS_BASE=base is not None, HAS_BASE_ROWS=base_rows is not None,
             HAS_INVERSE=inverse is not None, DENSE=inverse is None or dn_kept is not None, GATED=gated,

@@ -29,7 +29,8 @@ def take(x, rows, kept, count, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def cotangent(
-    dy, rows, factor, scale, half, scaled, sums, first, columns, count, per_sample, C: tl.constexpr,
+    dy, rows, factor, scale, half, scaled, sums, first, columns, count, per_sample, row_weight, prefix,
+    C: tl.constexpr, WEIGHTED: tl.constexpr,
     HAS_ROWS: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     c = tl.arange(0, BLOCK)
@@ -40,6 +41,8 @@ def cotangent(
         here = (r < count)[:, None] & inside[None, :]
         source = tl.load(rows + r, r < count, 0) if HAS_ROWS else r.to(tl.int64)
         d = tl.load(dy + source[:, None] * C + c[None, :], here, 0.0).to(tl.float32)
+        if WEIGHTED:
+            d *= tl.where(r % per_sample < prefix, 1.0, row_weight)[:, None]
         if HAS_FACTOR:
             d *= tl.load(factor + r // per_sample, r < count, 0.0).to(tl.float32)[:, None]
         total += d
@@ -249,7 +252,7 @@ def stack(
 @triton.jit
 def norm_backward(
     dn, dn_kept, x, mean, rstd, weight, kept, base, base_rows, inverse, dx, half, scaled, factor, scale,
-    sums, first, columns, size, per_sample, C: tl.constexpr,
+    sums, first, columns, size, per_sample, row_weight, prefix, C: tl.constexpr, WEIGHTED: tl.constexpr,
     HAS_DN_KEPT: tl.constexpr, HAS_WEIGHT: tl.constexpr, CENTRE: tl.constexpr, HAS_KEPT: tl.constexpr,
     HAS_BASE: tl.constexpr, HAS_BASE_ROWS: tl.constexpr, HAS_INVERSE: tl.constexpr, DENSE: tl.constexpr,
     GATED: tl.constexpr, HAS_HALF: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SCALE: tl.constexpr,
@@ -307,6 +310,8 @@ def norm_backward(
         out = out * inverse_std + residual
         tl.store(dx + i_at, out.to(dx.dtype.element_ty), here)
         if HAS_HALF:
+            if WEIGHTED:
+                out += residual * tl.where(i % per_sample < prefix, 0.0, row_weight - 1.0)[:, None]
             if HAS_FACTOR:
                 out *= tl.load(factor + i // per_sample, i_inside, 0.0).to(tl.float32)[:, None]
             half_sum += tl.where(here, out, 0.0)

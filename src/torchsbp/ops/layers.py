@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .rows import RowWeight
+
 aten = torch.ops.aten
 
 Grad = Tensor | None
@@ -24,11 +26,13 @@ class Norm(NamedTuple):
 
 
 class BackwardOptions(NamedTuple):
-    """How the backward pass of a branch is taken."""
+    """How the backward pass of a branch is taken. ``row_weight`` multiplies the cotangent of its kept rows, not that of
+    the residual path; ``weight_scale`` the gradients of its parameters."""
 
     scope: str = "branch"
     recompute: bool = True
     weight_scale: float = 1.0
+    row_weight: RowWeight | None = None
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

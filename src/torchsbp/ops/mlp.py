@@ -203,7 +203,7 @@ class _MLPBranch(torch.autograd.Function):
         )
         ctx.save_for_backward(*saved, *p)
         ctx.spec, ctx.residual, ctx.dtype = spec, residual, x.dtype
-        ctx.scope, ctx.weight_scale = options.scope, options.weight_scale
+        ctx.options = options
         y = mlp_output(h, p, spec)
         if factor is not None:
             y = y * factor.view(-1, *[1] * (x.dim() - 1))
@@ -220,11 +220,12 @@ class _MLPBranch(torch.autograd.Function):
 
         n = steps.normalise(R.flat(x), affine, spec.dtype, after=dy)
         cast_weights = MLPWeights(*steps.cast(n.y.dtype, *mlp_weights(p)))
-        kept_dy = steps.cotangent(dy, rows, factor, p.scale, shape[0], n.y.dtype, total="mlp_output")
+        weight = ctx.options.row_weight
+        kept_dy = steps.cotangent(dy, rows, factor, p.scale, shape[0], n.y.dtype, total="mlp_output", weight=weight)
         dn, products = mlp_backward(steps, kept_dy, n, h, cast_weights, p, spec, needs)
         dx = steps.norm_backward_input(
             dn, n, affine, ctx.dtype, rows=rows, inverse=inverse, size=dy.shape[0],
-            base=dy if ctx.residual else None, gated=ctx.scope == "block", norm_total="mlp_norm",
+            base=dy if ctx.residual else None, gated=ctx.options.scope == "block", norm_total="mlp_norm",
         )  # fmt: skip
         grads = mlp_gradients(products, steps.totals(), p, needs)
-        return *MLPInputs(dx.view(shape)), *parameter_gradients(grads, p, needs, ctx.weight_scale)
+        return *MLPInputs(dx.view(shape)), *parameter_gradients(grads, p, needs, ctx.options.weight_scale)

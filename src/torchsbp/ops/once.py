@@ -37,6 +37,26 @@ def marked(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(next(left) if isinstance(gradient, Tensor) else gradient for gradient in gradients)
 
 
+def differentiable_once(*tensors: Tensor) -> list[Tensor]:
+    """The tensors; the gradients that they are given can't be differentiated.
+
+    For a part of a graph that autograd records: some of its operations may have a second derivative, others have none,
+    and raise PyTorch's own error before the mark behind them is reached.
+    """
+    return [_Once.apply(x) if x.requires_grad else x for x in tensors]
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor]:
+        return (dx,)
+
+
 class _Refused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:

@@ -16,14 +16,21 @@ from .heads import AttentionParams, AttentionSpec, padding_of
 from .layers import norm
 from .mlp import MLPParams, MLPSpec
 from .rotary import turned
+from .rows import RowWeight
 from .window_attention import MASKED, NO_WINDOWS, Cut, Padding
 
 
-def gate(y: Tensor, rows: Tensor | None) -> Tensor:
-    """Identity whose gradient is zero outside ``rows`` (None: everywhere kept) of ``y [B, ..., C]``."""
+def gate(y: Tensor, rows: Tensor | None, weight: RowWeight | None = None) -> Tensor:
+    """Identity whose gradient is zero outside ``rows`` (None: everywhere kept) of ``y [B, ..., C]``, and as often as
+    they count in them."""
     if rows is None:
         return y
-    return torch.where(mask(rows, y.shape[:-1]).unsqueeze(-1), y, y.detach())
+    kept = torch.where(mask(rows, y.shape[:-1]).unsqueeze(-1), y, y.detach())
+    if weight is None:
+        return kept
+    count = torch.full(y.shape[:-1], weight.weight, dtype=y.dtype, device=y.device).flatten(1)
+    count[:, : weight.prefix] = 1
+    return y.detach() + count.view(y.shape[:-1]).unsqueeze(-1) * (kept - y.detach())
 
 
 def mask(rows: Tensor, shape: torch.Size) -> Tensor:
@@ -45,11 +52,17 @@ def mlp(x: Tensor, p: MLPParams, spec: MLPSpec) -> Tensor:
 
 
 def mlp_branch(
-    x: Tensor, rows: Tensor | None, p: MLPParams, spec: MLPSpec, factor: Tensor | None = None, scope: str = "branch"
+    x: Tensor,
+    rows: Tensor | None,
+    p: MLPParams,
+    spec: MLPSpec,
+    factor: Tensor | None = None,
+    scope: str = "branch",
+    weight: RowWeight | None = None,
 ) -> Tensor:
     """``x + gate(f(x))``, or ``gate(x + f(x))`` in scope "block" (Eq. 4, 5)."""
     y = per_sample(mlp(x, p, spec), factor)
-    return x + gate(y, rows) if scope == "branch" else gate(x + y, rows)
+    return x + gate(y, rows, weight) if scope == "branch" else gate(x + y, rows)
 
 
 def attention(
@@ -100,12 +113,13 @@ def attention_branch(
     heads: Tensor | None = None,
     factor: Tensor | None = None,
     scope: str = "branch",
+    weight: RowWeight | None = None,
     cut: Cut = NO_WINDOWS,
 ) -> Tensor:
     """``x + gate(attention(x))``, or ``gate(x + attention(x))`` in scope "block"; the rule says what is gated."""
     y = per_sample(attention(x, rows, heads, p, spec, cut), factor)
     rows = rows if spec.rule.query_rows else None
-    return x + gate(y, rows) if scope == "branch" else gate(x + y, rows)
+    return x + gate(y, rows, weight) if scope == "branch" else gate(x + y, rows)
 
 
 def transformer_block(
@@ -117,28 +131,47 @@ def transformer_block(
     spec2: MLPSpec,
     factors: tuple[Tensor | None, Tensor | None] = (None, None),
     scope: str = "branch",
+    weight: RowWeight | None = None,
     cut: Cut = NO_WINDOWS,
 ) -> Tensor:
-    """The attention branch, then the MLP branch, on the same kept rows."""
+    """The attention branch, then the MLP branch, on the same kept rows: ``y``. With a weight, ``x + gate(y − x)``.
+
+    Under rule "exact" it is the MLP branch alone that is gated and weighted.
+    """
     attention_factor, mlp_factor = factors
-    x = attention_branch(x, rows, p1, spec1, None, attention_factor, scope, cut)
-    return mlp_branch(x, rows, p2, spec2, mlp_factor, scope)
+    middle = attention_branch(x, rows, p1, spec1, None, attention_factor, scope, cut=cut)
+    if not spec1.rule.query_rows:
+        return mlp_branch(middle, rows, p2, spec2, mlp_factor, scope, weight)
+    y = mlp_branch(middle, rows, p2, spec2, mlp_factor, scope)
+    return y if weight is None else x + gate(y - x, rows, weight)
 
 
-def downsample(x: Tensor, rows: Tensor | None, p: DownsampleParams, spec: DownsampleSpec) -> Tensor:
+def downsample(
+    x: Tensor, rows: Tensor | None, p: DownsampleParams, spec: DownsampleSpec, weight: RowWeight | None = None
+) -> Tensor:
     """``gate(conv(norm(x)))`` on ``x [B, C, H, W]``; ``rows`` are output positions. Patches do not overlap (Eq. 6)."""
     n = norm(x.permute(0, 2, 3, 1), p.norm_weight, p.norm_bias, spec.norm).permute(0, 3, 1, 2)
     y = F.conv2d(n, p.weight, p.bias, spec.stride).permute(0, 2, 3, 1)
-    return gate(y, rows).permute(0, 3, 1, 2)
+    return gate(y, rows, weight).permute(0, 3, 1, 2)
 
 
 def rerun(
-    block: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor | None, rows: Tensor | None, scope: str = "branch"
+    block: Callable[[Tensor], Tensor],
+    x: Tensor,
+    residual: Tensor | None,
+    rows: Tensor | None,
+    scope: str = "branch",
+    weight: RowWeight | None = None,
 ) -> Tensor:
-    """``gate(block(x))``; at dropped rows the residual path, part of the block, has its gradient all the same."""
+    """``gate(block(x))``; at dropped rows the residual path, part of the block, has its gradient all the same.
+
+    With a weight, ``residual + gate(block(x) − residual)``.
+    """
     y = block(x)
     if rows is None or residual is None or scope == "block":
-        return gate(y, rows)
+        return gate(y, rows, weight)
+    if weight is not None:
+        return residual + gate(y - residual, rows, weight)
     path = residual - residual.detach()  # zero, with a gradient
     return torch.where(mask(rows, y.shape[:-1]).unsqueeze(-1), y, y.detach() + path)
 

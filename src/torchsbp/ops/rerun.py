@@ -3,7 +3,9 @@
 ``again(x, rows, *tensors) -> [B, k, C]`` is the block's forward for kept rows; x is what it needs of the block's input,
 all rows where keys and values come from them. With y the block's output on all rows, computed without recording, the
 result is y with the gradients of ``again`` for x and the tensors; ``residual``, the tensor on the residual path, gets
-its own at dropped rows, dy (nothing in scope "block"). Rows of y begin at its dimension ``dim``, as in ``rows``.
+its own at dropped rows, dy (nothing in scope "block"). With a weight w of kept rows ``again`` has the cotangent w · dy,
+and at kept rows the residual path gets (1 − w) · dy, so that it has dy in all. Rows of y begin at its dimension
+``dim``, as in ``rows``.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,17 +62,23 @@ def casts_anew(x: Tensor, dtype: torch.dtype | None) -> torch.autocast:
     return torch.autocast(device, dtype, cache_enabled=False)
 
 
-def kept_of(dy: Tensor, rows: R.Rows, shape: torch.Size, dim: int) -> Tensor:
+def kept_of(dy: Tensor, rows: R.Rows, options: BackwardOptions, shape: torch.Size, dim: int) -> Tensor:
     """The cotangent of the second run."""
-    return dy if rows is None else R.take(R.channels_last(dy, dim), rows).view(shape)
+    if rows is None:
+        return dy
+    return R.weighted(R.take(R.channels_last(dy, dim), rows), options.row_weight, dy.shape[0]).view(shape)
 
 
-def dropped(dy: Tensor, rows: R.Rows, options: BackwardOptions, dim: int, need: bool) -> Grad:
-    """What the residual path gets at dropped rows."""
+def past(dy: Tensor, rows: R.Rows, options: BackwardOptions, dim: int, need: bool) -> Grad:
+    """What the residual path gets besides what goes through the second run."""
     if rows is None or options.scope == "block" or not need:
         return None
     dy = R.channels_last(dy, dim)
-    dropped = R.flat(dy).index_fill(0, rows, 0).view(dy.shape)
+    if options.row_weight is None:
+        dropped = R.flat(dy).index_fill(0, rows, 0).view(dy.shape)
+    else:
+        kept = R.take(dy, rows)
+        dropped = R.put(dy, rows, kept - R.weighted(kept, options.row_weight, dy.shape[0]))
     return dropped if dim == 1 else dropped.movedim(-1, 1)
 
 
@@ -114,12 +122,12 @@ class _Rerun(torch.autograd.Function):
         with torch.enable_grad(), casts_anew(x, ctx.dtype):
             kept = ctx.again(x_again, rows, *others)
         wanted = [t for t in (x_again, *others) if t.requires_grad]
-        kept_dy = kept_of(dy, rows, kept.shape, ctx.dim)
+        kept_dy = kept_of(dy, rows, options, kept.shape, ctx.dim)
         found = iter(torch.autograd.grad(kept, wanted, kept_dy, allow_unused=True))
         dx, *grads = (next(found) if need else None for need in (needs.x, *needs_tensors))
         if options.weight_scale != 1:
             grads = [None if grad is None else grad * options.weight_scale for grad in grads]
-        d_residual = dropped(dy, rows, options, ctx.dim, needs.residual)
+        d_residual = past(dy, rows, options, ctx.dim, needs.residual)
         return *RerunInputs(residual=d_residual, x=dx), *grads
 
 
@@ -152,9 +160,9 @@ class _Graft(torch.autograd.Function):
         (rows,) = ctx.saved_tensors
         (needs,) = split(ctx.needs_input_grad, GraftInputs)
         options, dim = ctx.options, ctx.dim
-        kept = kept_of(dy, rows, ctx.shape, dim)
+        kept = kept_of(dy, rows, options, ctx.shape, dim)
         scaled = kept if options.weight_scale == 1 else kept * options.weight_scale
-        return (*GraftInputs(kept=scaled, residual=dropped(dy, rows, options, dim, needs.residual)),)
+        return (*GraftInputs(kept=scaled, residual=past(dy, rows, options, dim, needs.residual)),)
 
 
 class _ScaleGradient(torch.autograd.Function):

@@ -4,11 +4,19 @@
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 Rows = Tensor | None
+
+
+class RowWeight(NamedTuple):
+    """How often a kept row counts, one over its probability; the first ``prefix`` kept rows of a sample count once."""
+
+    weight: float
+    prefix: int = 0
 
 
 def flat(x: Tensor) -> Tensor:
@@ -51,6 +59,16 @@ def per_sample(x: Tensor, factor: Tensor | None) -> Tensor:
         return x
     samples = factor.shape[0]
     return (x.view(samples, -1, x.shape[-1]) * factor.view(samples, 1, 1)).flatten(0, 1)
+
+
+def weighted(x: Tensor, weight: RowWeight | None, samples: int) -> Tensor:
+    """Kept rows ``[B * k, C]`` as often as they count."""
+    if weight is None:
+        return x
+    rows, wide = x.view(samples, -1, x.shape[-1]), torch.promote_types(x.dtype, torch.float32)
+    counts = torch.full((rows.shape[1], 1), weight.weight, dtype=wide, device=x.device)
+    counts = counts.index_fill(0, torch.arange(weight.prefix, device=x.device), 1)
+    return (rows * counts).to(x.dtype).flatten(0, 1)
 
 
 def after(cotangent: Tensor, x: Tensor) -> Tensor:

@@ -23,5 +23,6 @@ RULES = {
         Rule("query", query_rows=True, key_rows=False, heads=False),  # Eq. 19–23
         Rule("qkv", query_rows=True, key_rows=True, heads=False),
         Rule("head", query_rows=False, key_rows=False, heads=True),
+        Rule("exact", query_rows=False, key_rows=False, heads=False),  # the MLP alone is sampled
     )
 }

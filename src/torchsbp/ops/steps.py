@@ -46,10 +46,22 @@ class Steps:
         return [t if t is None or t.dtype == dtype else t.to(dtype) for t in tensors]
 
     def cotangent(
-        self, dy: Tensor, rows: R.Rows, factor: Grad, scale: Grad, samples: int, dtype: torch.dtype, *, total: str
+        self,
+        dy: Tensor,
+        rows: R.Rows,
+        factor: Grad,
+        scale: Grad,
+        samples: int,
+        dtype: torch.dtype,
+        *,
+        total: str,
+        weight: R.RowWeight | None = None,
     ) -> Cotangent:
-        """Kept rows of dy times the factor of their sample. Total: Σ dy."""
-        kept = R.per_sample(R.take(dy, rows), factor)
+        """Kept rows of dy times their weight and the factor of their sample. Total: Σ of them."""
+        return self._cotangent(R.weighted(R.take(dy, rows), weight, samples), factor, scale, dtype, total)
+
+    def _cotangent(self, kept: Tensor, factor: Grad, scale: Grad, dtype: torch.dtype, total: str) -> Cotangent:
+        kept = R.per_sample(kept, factor)
         self._totals[total] = kept.sum(0)
         half = cast(kept, dtype)
         return Cotangent(half, half if scale is None else cast(kept * scale, dtype))
@@ -104,14 +116,17 @@ class Steps:
         *,
         norm_total: str,
         total: str,
+        weight: R.RowWeight | None = None,
     ) -> tuple[Tensor, Cotangent]:
         """Gradient between two branches, ``dy[rows]`` + the norm's; and as the cotangent of the branch below.
 
-        Totals: gradients of the norm's weight and bias, Σ of the cotangent.
+        There ``dy[rows]`` has its weight, which the norm's gradient brings along from the branch above. Totals:
+        gradients of the norm's weight and bias, Σ of the cotangent.
         """
-        dx = self._norm_backward(dn, n, norm, norm_total)
-        middle = R.take(dy, rows) + dx
-        return middle, self.cotangent(middle, None, factor, scale, samples, dtype, total=total)
+        kept, dx = R.take(dy, rows), self._norm_backward(dn, n, norm, norm_total)
+        middle = kept + dx
+        below = middle if weight is None else R.weighted(kept, weight, samples) + dx
+        return middle, self._cotangent(below, factor, scale, dtype, total)
 
     def norm_backward_input(
         self,

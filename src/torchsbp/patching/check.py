@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..adapters.names import find
+from ..config import SBPConfig
 from ..errors import UsageError, shown
 from ..sampling.masks import Masks
 from .apply import kept, patched_entries, remove
@@ -21,7 +22,7 @@ ROUNDING, TOLERANCE = 1e-12, 1e-9  # of outputs, of gradients
 Step = tuple[list[Tensor], dict[str, Tensor]]
 Gates = dict[str, "CallGates"]
 GateLike = Callable[..., Tensor]
-"""(output, residual path or None) -> the output, with the gradient of kept positions."""
+"""(output, residual path or None, weighted or not) -> the output, with the gradient of kept positions."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,15 @@ def check(model: nn.Module, *inputs: Any) -> Check:
     """Compare a training step of a patched model with that of its unpatched, gated twin, on copies in float64.
 
     In the twin, every sampled block is the library's own; the gradient at its output goes through the block where
-    positions are kept, and past it, along the residual path, where they are dropped. The model is not changed.
+    positions are kept, and past it, along the residual path, where they are dropped. With scale="rows" what the block
+    adds to the residual path is weighted where it is kept. The model is not changed.
     """
     for entry, _ in patched_entries(model):
         config = entry.config
-        if config.attention != "query" or config.scale != "none":
+        if config.attention != "query" or config.scale == "weight":
             raise UsageError(
-                f"check compares attention='query' with scale='none', found attention={config.attention!r} with "
-                f"scale={config.scale!r}; call torchsbp.remove(model), then apply with the former"
+                f"check compares attention='query' with scale='none' or 'rows', found attention={config.attention!r} "
+                f"with scale={config.scale!r}; call torchsbp.remove(model), then apply with the former"
             )
     inputs = tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, inputs)
     twin = remove(copy.deepcopy(model).double())
@@ -134,7 +136,7 @@ def install_gates(twin: nn.Module, patched: nn.Module, gates: Gates | None = Non
             if gates is not None:
                 last_of(block).register_forward_pre_hook(gates[name].begin)
             gate = gates[name] if gates is not None else Gate.of(entry.masks, index, entry.step(module).device)
-            install_gate(block, gate, sampled.description, entry.config.scope)
+            install_gate(block, gate, sampled.description, entry.config)
 
 
 def last_of(block: nn.Module) -> nn.Module:
@@ -142,7 +144,7 @@ def last_of(block: nn.Module) -> nn.Module:
     return block[-1] if isinstance(block, nn.ModuleList) else block
 
 
-def install_gate(block: nn.Module, gate: GateLike, description: Any, scope: str) -> None:
+def install_gate(block: nn.Module, gate: GateLike, description: Any, config: SBPConfig) -> None:
     """Gate a block's output; its residual path begins at its input, and there is none if that has another size.
 
     A description may name modules: a ``shortcut``, behind which the residual path begins; what is ``last``, behind the
@@ -163,7 +165,8 @@ def install_gate(block: nn.Module, gate: GateLike, description: Any, scope: str)
         if isinstance(y, tuple):
             return gated(y[0]), *y[1:]
         (past,) = path
-        return gate(y, past.reshape(y.shape) if scope == "branch" and past.numel() == y.numel() else None)
+        goes_past = config.scope == "branch" and past.numel() == y.numel()
+        return gate(y, past.reshape(y.shape) if goes_past else None, config.scale == "rows")
 
     end = last_of(block)
     end.register_forward_pre_hook(begin, with_kwargs=True)
@@ -191,8 +194,8 @@ class CallGates:
     def begin(self, module: nn.Module, args: Any) -> None:
         self.now = self.calls.popleft()
 
-    def __call__(self, y: Tensor, past: Tensor | None = None) -> Tensor:
-        return y if self.now is None else self.now(y, past)
+    def __call__(self, y: Tensor, past: Tensor | None = None, weighted: bool = False) -> Tensor:
+        return y if self.now is None else self.now(y, past, weighted)
 
 
 @dataclass(frozen=True)
@@ -209,15 +212,31 @@ class Gate:
         drawn = masks.of_this_call()
         return cls(masks.positions_kept(drawn, site, device), drawn.grids[masks.sites[site].stage], masks.prefix)
 
-    def __call__(self, y: Tensor, past: Tensor | None = None) -> Tensor:
-        """y; at dropped positions its gradient goes to ``past``, nowhere if there is none."""
+    def __call__(self, y: Tensor, past: Tensor | None = None, weighted: bool = False) -> Tensor:
+        """y; at dropped positions its gradient goes to ``past``, nowhere if there is none. ``weighted``: at kept ones
+        too, and the rest of it counts one over their probability."""
         dropped = y.detach() if past is None else y.detach() + (past - past.detach())
-        return torch.where(self.mask(y), y, dropped)
+        kept = dropped + self.counts(y) * (y - dropped) if weighted else y
+        return torch.where(self.mask(y), kept, dropped)
 
     def mask(self, y: Tensor) -> Tensor:
-        """True where y ``[B, N, C]``, ``[B, *grid, C]`` or ``[B, C, *grid]`` is kept."""
-        n = self.prefix + math.prod(self.grid)
-        flat = torch.zeros(y.shape[0], n, dtype=torch.bool, device=y.device).scatter(1, self.positions, True)
+        """True where y is kept."""
+        kept = torch.zeros(y.shape[0], self.n, dtype=torch.bool, device=y.device)
+        return self.map(kept.scatter(1, self.positions, True), y)
+
+    def counts(self, y: Tensor) -> Tensor:
+        """How often a position of y counts if it is kept: prefix tokens, which always are, once."""
+        share = (self.positions.shape[1] - self.prefix) / (self.n - self.prefix)
+        counts = torch.full((y.shape[0], self.n), 1 / share, dtype=y.dtype, device=y.device)
+        return self.map(counts.index_fill(1, torch.arange(self.prefix, device=y.device), 1), y)
+
+    @property
+    def n(self) -> int:
+        return self.prefix + math.prod(self.grid)
+
+    def map(self, flat: Tensor, y: Tensor) -> Tensor:
+        """Values ``[B, N]`` in the layout of y, ``[B, N, C]``, ``[B, *grid, C]`` or ``[B, C, *grid]``."""
+        n = self.n
         shapes = [
             shape
             for shape in ((n, 1), (*self.grid, 1), (1, *self.grid))

@@ -27,6 +27,7 @@ from ..adapters import rerun as A
 from ..adapters.queries import kept_query_attention_of
 from ..ops import rows as R
 from ..ops.layers import BackwardOptions, autocast_dtype
+from ..ops.once import differentiable_once
 from ..ops.rerun import casts_anew, graft, inner, rerun
 from .sampled import SampledBlock, Sampling, runs
 from .site import Strategy, original
@@ -142,17 +143,24 @@ def replayed(block: Replayed, module: nn.Module, call: Call) -> Tensor:
 
 
 def grafted(block: Replayed, module: nn.Module, call: Call) -> Tensor:
-    y, first = first_run(block, module, call), call.first
-    seen = inner(call.seen, call.options)
-    with block.running(first.second(seen, call.rows)):
-        if call.options.recompute and block.repeatable(first):
-            kept = checkpoint(
+    y = first_run(block, module, call)
+    kept = second_run(block, module, call, inner(call.seen, call.options))
+    return graft(y, kept, call.residual, call.rows, call.options, call.first.where.dim)
+
+
+def second_run(block: Replayed, module: nn.Module, call: Call, seen: Tensor) -> Tensor:
+    """Recorded now. In a compiled graph, where nothing can be differentiated twice, it may be checkpointed."""
+    if not torch.compiler.is_compiling():
+        again, tensors = Again.of(block, module, call)
+        seen, *tensors = differentiable_once(seen, *tensors)
+        return again(seen, call.rows, *tensors)
+    with block.running(call.first.second(seen, call.rows)):
+        if call.options.recompute and block.repeatable(call.first):
+            return checkpoint(
                 block.compute, module, seen, call.rows, *call.args,
                 use_reentrant=False, preserve_rng_state=False, **call.kwargs,
             )  # fmt: skip
-        else:
-            kept = block.compute(module, seen, call.rows, *call.args, **call.kwargs)
-    return graft(y, kept, call.residual, call.rows, call.options, first.where.dim)
+        return block.compute(module, seen, call.rows, *call.args, **call.kwargs)
 
 
 def first_run(block: Replayed, module: nn.Module, call: Call) -> Tensor:

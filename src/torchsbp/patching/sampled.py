@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
+from operator import index
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import UsageError, shown
 from ..ops.layers import BackwardOptions
+from ..ops.rows import RowWeight
 from ..ops.rules import Rule
 from ..sampling.masks import Kept, Masks
 from .site import Strategy, original, refuse
@@ -32,8 +34,13 @@ class Sampling:
         return Kept() if self.site is None else self.masks.kept(self.site, batch, positions)
 
     def options(self, rows: Tensor | None, batch: int, positions: int) -> BackwardOptions:
-        weight_scale = 1.0 if rows is None or self.scale == "none" else batch * positions / rows.shape[0]
-        return BackwardOptions(self.scope, self.recompute, weight_scale)
+        weight_scale, row_weight, prefix = 1.0, None, self.masks.prefix
+        if rows is not None and self.scale == "weight":
+            weight_scale = batch * positions / rows.shape[0]
+        if rows is not None and self.scale == "rows":
+            k = index(rows.shape[0] // batch)  # a constant, also where the batch is not
+            row_weight = RowWeight((positions - prefix) / (k - prefix), prefix)
+        return BackwardOptions(self.scope, self.recompute, weight_scale, row_weight)
 
 
 STRATEGIES: dict[type, type[Any]] = {}

@@ -41,7 +41,8 @@ def survey(model: nn.Module, adapter: Adapter, layout: Layout, config: SBPConfig
         down = find(model, stage.downsample)
         if down is not None:
             between = adapter.describe_downsample(down)
-            is_sampled = bool(layers) and layers[0][2] and not isinstance(between, Plain)
+            follows = bool(layers) and layers[0][2] and not config.exact_downsampling
+            is_sampled = follows and not isinstance(between, Plain)
             layers.insert(0, (stage.downsample, between, is_sampled))
         for name, description, is_sampled in layers:
             place = depth if is_sampled else None

@@ -10,15 +10,27 @@ from ..train.record import Metric
 from .runs import Point, Run, metrics_of, repetitions, units_of
 from .tables import rate_in
 
-COLOURS = 8  # series colours in the style sheet
+COLOURS, DASHES = 8, 4  # of series, in the style sheet
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 520, 300, 58, 40, 14, 14
 
 
 @dataclass
 class Series:
     name: str
-    colour: int
+    number: int
     points: list[Point]
+
+
+def style(number: int) -> str:
+    """The classes of a series: told apart by colour, and by dashes for those who don't see it or print it."""
+    return f"c{number % COLOURS} d{(number + number // COLOURS) % DASHES}"
+
+
+def mark(number: int, x: float, y: float, hint: str) -> str:
+    """A point of a series: a disc, a square, a triangle or a diamond."""
+    shapes = ["M-3,0a3,3 0 1,0 6,0a3,3 0 1,0 -6,0", "M-3,-3h6v6h-6z", "M0,-4l4,7h-8z", "M0,-4l4,4l-4,4l-4,-4z"]
+    shape = shapes[(number + number // COLOURS) % DASHES]
+    return f'<path class="dot c{number % COLOURS}" transform="translate({x},{y})" d="{shape}">{hint}</path>'
 
 
 def ticks(low: float, high: float, about: int = 7) -> list[float]:
@@ -31,8 +43,13 @@ def ticks(low: float, high: float, about: int = 7) -> list[float]:
     return [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def label(value: float) -> str:
-    return f"{value:,.0f}".replace(",", " ") if abs(value) >= 1000 else f"{value:g}"
+def label(value: float, decimals: int = 0) -> str:
+    return f"{value:,.{decimals}f}".replace(",", " ")
+
+
+def decimals_of(values: Sequence[float]) -> int:
+    """As many as the one that needs most: 1.00, 1.25, 1.50."""
+    return max((len(f"{value:.8f}".rstrip("0").partition(".")[2]) for value in values), default=0)
 
 
 def thinned(points: list[Point], most: int = 400) -> list[Point]:
@@ -44,7 +61,7 @@ def thinned(points: list[Point], most: int = 400) -> list[Point]:
 
 def chart(title: str, unit: str, series: Sequence[Series], from_zero: bool = False) -> str:
     """Lines over epochs."""
-    shown = [Series(s.name, s.colour, thinned(s.points)) for s in series if s.points]
+    shown = [Series(s.name, s.number, thinned(s.points)) for s in series if s.points]
     if not shown:
         return ""
     xs, ys = ([p[i] for s in shown for p in s.points] for i in (0, 1))
@@ -65,20 +82,20 @@ def chart(title: str, unit: str, series: Sequence[Series], from_zero: bool = Fal
 
     foot = HEIGHT - BOTTOM
     parts = []
-    for tick in ticks(low, high):
+    beside, below = ticks(low, high), ticks(0, right)
+    for tick in beside:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick)}" y2="{y(tick)}"/>')
-        parts.append(text(LEFT - 8, y(tick) + 4, label(tick), "end"))
-    parts += [text(x(tick), foot + 18, label(tick), "middle") for tick in ticks(0, right)]
+        parts.append(text(LEFT - 8, y(tick) + 4, label(tick, decimals_of(beside)), "end"))
+    parts += [text(x(tick), foot + 18, label(tick, decimals_of(below)), "middle") for tick in below]
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{foot}" y2="{foot}"/>')
     parts.append(text(WIDTH - RIGHT, HEIGHT - 6, "epoch", "end"))
     for s in shown:
         path = " ".join(f"{x(a)},{y(b)}" for a, b in s.points)
-        hint = f"<title>{escape(s.name)}: {label(round(s.points[-1][1], 4))}</title>"
-        parts.append(f'<polyline class="line c{s.colour}" points="{path}">{hint}</polyline>')
+        hint = f"<title>{escape(s.name)}: {s.points[-1][1]:.4g}</title>"
+        parts.append(f'<polyline class="line {style(s.number)}" points="{path}">{hint}</polyline>')
         if len(s.points) <= 40:
             parts += [
-                f'<circle class="dot c{s.colour}" cx="{x(a)}" cy="{y(b)}" r="3">'
-                f"<title>{escape(s.name)}, epoch {a:g}: {b:.4g}</title></circle>"
+                mark(s.number, x(a), y(b), f"<title>{escape(s.name)}, epoch {a:g}: {b:.4g}</title>")
                 for a, b in s.points
             ]
     return figure(title, unit, parts, HEIGHT)
@@ -86,17 +103,17 @@ def chart(title: str, unit: str, series: Sequence[Series], from_zero: bool = Fal
 
 def bars(title: str, unit: str, values: Sequence[tuple[str, int, float | None]]) -> str:
     """One bar per run."""
-    known = [(name, colour, value) for name, colour, value in values if value is not None]
+    known = [(name, number, value) for name, number, value in values if value is not None]
     if not known:
         return ""
     most = max(value for _, _, value in known) or 1.0
     height = 24 + 34 * len(known)
     parts = []
-    for i, (name, colour, value) in enumerate(known):
+    for i, (name, number, value) in enumerate(known):
         top, length = 12 + 34 * i, round(value / most * (WIDTH - 280), 1)
         parts.append(f'<text class="name" x="180" y="{top + 16}" text-anchor="end">{escape(shortened(name))}</text>')
-        parts.append(f'<rect class="bar c{colour}" x="190" y="{top}" width="{length}" height="22" rx="3"/>')
-        parts.append(f'<text class="tick" x="{198 + length}" y="{top + 16}">{label(round(value, 1))}</text>')
+        parts.append(f'<rect class="bar c{number % COLOURS}" x="190" y="{top}" width="{length}" height="22" rx="3"/>')
+        parts.append(f'<text class="tick" x="{198 + length}" y="{top + 16}">{label(value, 1)}</text>')
     return figure(title, unit, parts, height)
 
 
@@ -110,17 +127,17 @@ def figure(title: str, unit: str, parts: list[str], height: int) -> str:
     return f"<figure>{heading}{svg}</figure>"
 
 
-def colours_of(runs: Sequence[Run]) -> dict[int, int]:
-    """By the run's id: one colour for all repetitions."""
-    return {id(run): i % COLOURS for i, group in enumerate(repetitions(runs)) for run in group}
+def numbers_of(runs: Sequence[Run]) -> dict[int, int]:
+    """By the run's id: all repetitions look the same."""
+    return {id(run): i for i, group in enumerate(repetitions(runs)) for run in group}
 
 
 def charts(runs: Sequence[Run]) -> str:
     """Losses, the tasks' metrics, time and learning rate over epochs; memory and throughput as bars."""
-    colours = colours_of(runs)
+    numbers = numbers_of(runs)
 
     def lines(curve: Callable[[Run], list[Point]], scale: float = 1.0) -> list[Series]:
-        return [Series(run.name, colours[id(run)], [(x, y * scale) for x, y in curve(run)]) for run in runs]
+        return [Series(run.name, numbers[id(run)], [(x, y * scale) for x, y in curve(run)]) for run in runs]
 
     def training(key: str) -> Callable[[Run], list[Point]]:
         return lambda run: run.curve("train", key)
@@ -129,7 +146,7 @@ def charts(runs: Sequence[Run]) -> str:
         return chart(metric.chart, metric.heading, lines(lambda run: run.evaluated(metric)))
 
     def values(value: Callable[[Run], float | None]) -> list[tuple[str, int, float | None]]:
-        return [(run.name, colours[id(run)], value(run)) for run in runs]
+        return [(run.name, numbers[id(run)], value(run)) for run in runs]
 
     kinds = {run.about.get("environment", {}).get("memory", "") for run in runs} - {""}
     further = dict.fromkeys(key for run in runs for key in run.further())

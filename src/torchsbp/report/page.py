@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from .charts import COLOURS, charts, colours_of
+from .charts import COLOURS, charts, mark, numbers_of, style
 from .runs import Run
 from .tables import rows
 
@@ -26,7 +26,7 @@ table { border-collapse: collapse; width: 100%; font-size: .92rem; font-variant-
 th, td { padding: .55rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--rule); }
 th:first-child, td:first-child, th:last-child, td:last-child { text-align: left; }
 th { color: var(--soft); font-weight: 600; } tr:last-child td { border-bottom: 0; } tr.mean { font-weight: 600; }
-.key { display: inline-block; width: .8em; height: .8em; border-radius: 3px; margin-right: .55em; }
+svg.key { display: inline-block; width: 2.2em; height: .8em; margin-right: .55em; }
 .grid-of { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 1rem;
   margin-top: 1rem; }
 figure { margin: 0; padding: 1rem 1rem .6rem; background: var(--card); border: 1px solid var(--rule);
@@ -36,7 +36,7 @@ svg, img { display: block; width: 100%; height: auto; }
 .grid { stroke: var(--rule); } .axis { stroke: var(--soft); }
 .tick { fill: var(--soft); font-size: 12px; } .name { fill: var(--ink); font-size: 13px; }
 .line { fill: none; stroke: var(--c); stroke-width: 1.8; stroke-linejoin: round; } .dot, .bar { fill: var(--c); }
-.key { background: var(--c); }
+.d1 { stroke-dasharray: 7 3; } .d2 { stroke-dasharray: 2 3; } .d3 { stroke-dasharray: 9 3 2 3; }
 details { margin-top: 1rem; } summary { cursor: pointer; }
 pre { overflow-x: auto; padding: 1rem; background: var(--card);
   border: 1px solid var(--rule); border-radius: 10px; font-size: .82rem; }
@@ -65,14 +65,22 @@ def about(run: Run) -> str:
 
 def table(runs: Sequence[Run]) -> str:
     header, *body = rows(runs)
-    colours = colours_of(runs)
+    numbers = numbers_of(runs)
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     lines = []
     for i, row in enumerate(body):
-        key = f'<span class="key c{colours[id(runs[i])]}"></span>' if i < len(runs) else ""
+        key = drawn_key(numbers[id(runs[i])]) if i < len(runs) else ""
         cells = "".join(f"<td>{key if j == 0 else ''}{escape(cell)}</td>" for j, cell in enumerate(row))
         lines.append(f"<tr>{cells}</tr>" if key else f'<tr class="mean">{cells}</tr>')
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+
+
+def drawn_key(number: int) -> str:
+    """How a run is drawn, beside its name."""
+    return (
+        '<svg class="key" viewBox="0 0 33 12" aria-hidden="true">'
+        f'<line class="line {style(number)}" x1="0" x2="33" y1="6" y2="6"/>{mark(number, 16, 6, "")}</svg>'
+    )
 
 
 def sections(runs: Sequence[Run]) -> str:

@@ -17,7 +17,7 @@ class Column(NamedTuple):
 def columns(runs: Sequence[Run]) -> list[Column]:
     result = [column for metric in metrics_of(runs) if metric.column for column in last_and_best(metric)]
     result.append(Column("training loss", Run.loss, ".3f"))
-    result.append(Column("memory, MiB", Run.memory, ".0f"))
+    result.append(Column("memory, MiB", Run.memory, ".1f"))
     result += [Column(f"{unit}/s", rate_in(unit), ".0f") for unit in units_of(runs)]
     result.append(Column("minutes", Run.minutes, ".1f"))
     return result

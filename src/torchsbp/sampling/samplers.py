@@ -3,12 +3,16 @@
 The kept set at ratio r is the first `count(r)` positions of the order, so counts are exact and the sets of
 unequal ratios are nested. The order is a pure function of (seed, step, rank) in integer tensor arithmetic: it
 is the same on every device, and `torch.compile` traces it without recompiling from step to step.
+
+Compiled for a GPU, sums and products of an `arange` and numbers are taken as 32-bit indices. Such numbers are therefore
+signed 32-bit ones: with `& _MASK` behind it the result is that of int64, also where it has wrapped.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +27,12 @@ Sampler = Callable[[Shape, Sequence[float], Tensor], Tensor]
 _MASK = 0xFFFFFFFF
 
 
-def _mix(x: Tensor) -> Tensor:
+def _signed(c: int) -> int:
+    """The signed 32-bit number that is c modulo 2^32."""
+    return (c + 2**31) % 2**32 - 2**31
+
+
+def _mix(x: Any) -> Any:
     """A bijection of 32-bit integers in which every input bit flips every output bit half of the time."""
     # The multipliers are odd and below 2^31, so that a product with 32 bits never overflows int64.
     x = ((x ^ (x >> 16)) * 0x6D52A8A5) & _MASK
@@ -31,17 +40,23 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def _fold(key: Tensor, value: Tensor) -> Tensor:
-    """key' = mix(key ^ mix(value + c)): values are hashed first, since they are small and consecutive."""
-    return _mix(key ^ _mix((value + 0x9E3779B9) & _MASK))
+def _fold(key: Any, value: Any) -> Any:
+    """key' = mix(key ^ mix(value + c)): values are hashed first, since they are small and consecutive.
+
+    Of tensors, or of numbers: what is known beforehand needs no kernels.
+    """
+    return _mix(key ^ _mix((value + _signed(0x9E3779B9)) & _MASK))
 
 
 def draw_key(seed: int, step: Tensor, rank: int, samples: int) -> Tensor:
     """Independent 32-bit keys [samples], one per mask to draw; `step` is a 0-d int64 tensor."""
-    key = torch.zeros_like(step)
-    for value in (torch.full_like(step, seed & _MASK), torch.full_like(step, rank), step):
-        key = _fold(key, value)
+    key: Tensor = _fold(_fold(_fold(0, seed & _MASK), rank), step)
     return _fold(key, torch.arange(samples, device=step.device))
+
+
+def another(key: Tensor, number: int) -> Tensor:
+    """Keys of masks that are independent of those of other numbers."""
+    return _fold(key, torch.full_like(key, number))
 
 
 def enlarge(order: Tensor, coarse: Shape, fine: Shape) -> Tensor:
@@ -61,6 +76,9 @@ def enlarge(order: Tensor, coarse: Shape, fine: Shape) -> Tensor:
     for h, H in zip(coarse, fine, strict=True):
         steps = torch.arange(H, device=order.device) // (H // h)
         cell = cell.unsqueeze(-1) * h + steps.clamp(max=h - 1)
+    if all(H % h == 0 for h, H in zip(coarse, fine, strict=True)):  # cells of one size, listed one after the other
+        inside = cell.flatten().argsort(stable=True).view(math.prod(coarse), -1)
+        return inside[order].flatten(1)
     rank = order.argsort(dim=1)  # the inverse permutation: cell -> its place in the order
     return rank[:, cell.flatten()].argsort(dim=1, stable=True)
 
@@ -75,6 +93,18 @@ def shuffle(order: Tensor, counts: Sequence[int], key: Tensor) -> Tensor:
     n = order.shape[1]
     stretch = sum((torch.arange(n, device=order.device) >= k).long() for k in counts)
     return order.gather(1, ((stretch << 32) + _fold(key[:, None], order)).argsort(dim=1))
+
+
+def balanced(order: Tensor, counts: Sequence[int], samples: int) -> Tensor:
+    """One order ``[1, n]``, read cyclically from another start for each of the samples.
+
+    With g = gcd(n, k₁, k₂, …) the starts are g·⌊b·(n/g) / samples⌋: every position is among the first k of
+    ⌊samples·k/n⌋ samples, or of one more.
+    """
+    n = order.shape[1]
+    g = math.gcd(n, *counts)
+    start = torch.arange(samples, device=order.device) * (n // g) // samples * g
+    return order[0][(start[:, None] + torch.arange(n, device=order.device)) % n]
 
 
 def _count(shape: Shape, ratio: float) -> int:
@@ -106,7 +136,7 @@ def _generators(shape: Shape, ratios: Sequence[float]) -> tuple[list[int], int]:
     phi = 2.0
     for _ in range(64):
         phi = (1 + phi) ** (1 / (d + 1))
-    return [round(2**32 / phi**i) for i in range(1, d + 1)], 2**32
+    return [_signed(round(2**32 / phi**i)) for i in range(1, d + 1)], 2**32
 
 
 def _lattice(shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
@@ -125,7 +155,7 @@ def _lattice(shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
     g = math.gcd(n, *[_count(shape, r) for r in ratios])
     start = key % (n // g) * g
     turned = (start[:, None] + torch.arange(n, device=key.device)) % n
-    return (v.flatten() % m).argsort(stable=True)[turned]
+    return ((v.flatten() & _MASK) % m).argsort(stable=True)[turned]
 
 
 def _random(shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
@@ -172,10 +202,14 @@ def _frames(shape: Shape) -> Shape:
 
 @dataclass(frozen=True)
 class UnitSampler:
-    """Orders the units of a grid (positions, columns or frames: a coarser grid), enlarged to positions."""
+    """Orders the units of a grid (positions, columns or frames: a coarser grid), enlarged to positions.
+
+    ``cyclic``: read cyclically from any start, the order is as good.
+    """
 
     units: Callable[[Shape], Shape]
     order: Sampler
+    cyclic: bool = True
 
     def __call__(self, shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
         units = self.units(shape)
@@ -186,7 +220,7 @@ SAMPLERS: dict[str, Sampler] = {
     "grid": UnitSampler(_columns, _lattice),
     "random": UnitSampler(_positions, _random),
     "frames": UnitSampler(_frames, _lattice),
-    "frames_jitter": UnitSampler(_frames, _jitter),
+    "frames_jitter": UnitSampler(_frames, _jitter, cyclic=False),
     "checkerboard": UnitSampler(_positions, _lattice),
 }
 

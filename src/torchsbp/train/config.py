@@ -1,6 +1,6 @@
 """The configuration of a run: what a recipe file says. The task's own part is in the task's file."""
 
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -98,7 +98,9 @@ class Schedule:
     """timm's ``create_scheduler_v2``, stepped at every update."""
 
     name: Literal["cosine", "tanh", "step", "multistep", "poly"] = "cosine"
-    warmup_epochs: int = field(default=20, metadata=NOT_NEGATIVE)
+    warmup_epochs: float = field(default=20, metadata=NOT_NEGATIVE)
+    warmup_steps: int = field(default=0, metadata=NOT_NEGATIVE)
+    """updates of warm-up, after those of warmup_epochs"""
     warmup_lr: float = field(default=0.0, metadata=NOT_NEGATIVE)
     min_lr: float = field(default=1e-6, metadata=NOT_NEGATIVE)
     options: dict[str, Any] = field(default_factory=dict)
@@ -130,9 +132,15 @@ class Log:
 
     every_steps: int = field(default=50, metadata=COUNT)
     progress: bool = True
+    """a bar; where there is no terminal, a line every so many seconds"""
+    every_seconds: float = field(default=30.0, metadata=NOT_NEGATIVE)
     tensorboard: bool = False
     wandb: str | None = None
     """a project's name"""
+
+
+PRECISIONS: dict[str, Any] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""the other names"""
 
 
 @dataclass
@@ -151,7 +159,9 @@ class Config:
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     ema: EMA = field(default_factory=EMA)
-    precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    freeze: list[str] = field(default_factory=list)
+    """what is not trained: names of parameters or modules, with * and ?, such as [patch_embed, blocks.0]"""
+    precision: Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] = "bfloat16"
     compile: bool = False
     channels_last: bool = False
     deterministic: bool = False
@@ -162,6 +172,8 @@ class Config:
     """with several processes (torchrun): replicate or shard parameters, gradients and optimizer state"""
     eval_every: int = field(default=1, metadata=COUNT)
     """epochs; the last one is always evaluated"""
+    patience: int | None = field(default=None, metadata=COUNT)
+    """stop after so many evaluations without a better value of what decides which checkpoint is best"""
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     log: Log = field(default_factory=Log)
     resume: str | None = None
@@ -171,6 +183,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check(self)
+        self.precision = PRECISIONS.get(self.precision, self.precision)
         if self.out == Path():
             raise UsageError("out is empty, or the current folder; name a folder for the run, such as --out runs/first")
         lr, warmup = self.optimizer.lr, self.schedule.warmup_epochs
@@ -179,7 +192,7 @@ class Config:
         if self.schedule.warmup_lr > lr:
             refuse("schedule.warmup_lr", self.schedule.warmup_lr, f"a number in [0, optimizer.lr={lr:g}]")
         if warmup >= self.epochs:
-            refuse("schedule.warmup_epochs", warmup, f"an integer in [0, epochs={self.epochs})")
+            refuse("schedule.warmup_epochs", warmup, f"a number in [0, epochs={self.epochs})")
 
     def accumulate(self, processes: int) -> int:
         """Forwards of one process per update."""
@@ -191,6 +204,10 @@ class Config:
             )
         return self.batch // (processes * micro)
 
+    def per_forward(self, processes: int) -> int:
+        """Samples of one process."""
+        return self.batch // (processes * self.accumulate(processes))
+
 
 def plain(value: Any) -> Any:
     """As JSON has it: paths as text, tuples as lists."""
@@ -201,11 +218,30 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def differences(before: Any, now: Any, name: str = "") -> list[str]:
-    """What was changed, as ``name=value``, but for where the run is and how it is watched."""
+def differences(before: dict[str, Any], now: Any, name: str = "") -> list[str]:
+    """What was changed, as ``name=value``, but for where the run is and how it is watched. ``before`` is a recorded
+    configuration, maybe of an earlier version: what it does not have was as a configuration that does not name it."""
+    found = []
+    for its in fields(now):
+        path, value = f"{name}.{its.name}" if name else its.name, getattr(now, its.name)
+        if path in ("out", "resume", "log", "checkpoint", "throughput"):
+            continue
+        if is_dataclass(value):
+            found += differences(before.get(its.name, {}), value, path)
+        else:
+            found += changed(before.get(its.name, unnamed(its, path)), plain(value), path)
+    return found
+
+
+def unnamed(its: Any, path: str) -> Any:
+    """What a field is of which a configuration says nothing."""
+    if path == "task.name":
+        return DEFAULT
+    return plain(its.default if its.default_factory is MISSING else its.default_factory())
+
+
+def changed(before: Any, now: Any, name: str) -> list[str]:
     if isinstance(before, dict) and isinstance(now, dict):
-        keys = [k for k in now if name or k not in ("out", "resume", "log", "checkpoint", "throughput")]
-        return [d for k in keys for d in differences(before.get(k), now[k], f"{name}.{k}" if name else k)]
-    if name == "task.name" and before is None:  # recorded before tasks had names
-        before = DEFAULT
+        keys = dict.fromkeys((*now, *before))
+        return [one for key in keys for one in changed(before.get(key), now.get(key), f"{name}.{key}")]
     return [] if before == now else [f"{name}={now} instead of {before}"]

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from ..errors import RunError
 from .config import Config, differences, plain
+from .data.broken import Broken
 from .distributed import Processes, any_of, barrier, environment, gather
 from .learner import Learner
 from .record import FILE, WEIGHTS, read_lines
@@ -29,6 +30,7 @@ class Lasting:
     task: Task
     learner: Learner
     progress: Progress
+    broken: Broken
     folder: checkpoint.Folder
     clock: Clock
     losses: Losses
@@ -62,8 +64,10 @@ class Lasting:
         progress.seconds, progress.loss_steps = self.clock.stop(), self.losses.steps
         progress.losses = self.losses.sums()
         progress.loss_sum = progress.losses.pop("loss")
+        self.gather_broken()
         content = {
             "config": self.described(),
+            "about": self.task.weights_about(),
             "progress": progress.state(),
             **self.learner.state(),
             "sampler": {"seed": self.config.seed, "start": progress.step * self.accumulate},
@@ -73,6 +77,11 @@ class Lasting:
         if self.processes.main:
             self.folder.save(content, progress.step, best)
         barrier()
+
+    def gather_broken(self) -> None:
+        """What could not be read in any process."""
+        self.broken.gather()
+        self.progress.broken = self.broken.listed()
 
     def described(self) -> dict[str, Any]:
         return plain(asdict(self.config))
@@ -119,8 +128,8 @@ class Lasting:
         return False
 
     def restore(self, path: Path, content: dict[str, Any]) -> None:
-        progress, processes = Progress.of(content["progress"]), self.processes
-        differing = differences(content["config"], self.described())
+        progress, processes, config = Progress.of(content["progress"]), self.processes, self.config
+        differing = differences(content["config"], config)
         if differing:
             self.say(f"{path} was made with other settings; now {', '.join(differing)}")
         if progress.step * self.accumulate != content["sampler"]["start"] or progress.step > self.steps:
@@ -132,9 +141,12 @@ class Lasting:
         else:
             self.say(f"{path} is of {len(states)} processes, now {processes.world}: random numbers differ")
         self.progress = progress
-        in_folder = path.parent.resolve() == self.folder.folder.resolve()
-        if processes.main and in_folder and progress.best_step == progress.step > 0:
-            self.folder.mark_best(progress.step)  # the process may have ended between the two names
+        self.broken.found.update(progress.broken)
+        barrier()  # all have read
+        if processes.main:
+            self.folder.put_aside(path, progress.step, self.say)
+            if progress.best_step == progress.step > 0 and path in self.folder.steps():
+                self.folder.mark_best(progress.step)  # the process may have ended between the two names
         barrier()
 
     def open_metrics(self) -> Metrics | None:
@@ -147,7 +159,7 @@ class Lasting:
         about = {"config": described, "task": self.task.described(), "environment": environment(self.processes)}
         if metrics.about is None:
             metrics.write("run", 0, **about, steps=self.steps)
-        elif changed := differences(metrics.about.get("config", {}), described):
+        elif changed := differences(metrics.about.get("config", {}), config):
             when = datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds")
             metrics.write("run", self.progress.step, **about, steps=self.steps, changed=changed, when=when)
         return metrics

@@ -1,6 +1,5 @@
 """What is trained: a model, the average of its weights, optimizer, schedule and scaler; made, saved and restored."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 from ..errors import CheckpointError
 from .config import Config
 from .distributed import Processes, shard
+from .freeze import freeze
 from .optimizer import make_optimizer
 from .runs.state import load_model, load_optimizer, model_state, optimizer_state
 from .runs.weights import check_fit, head_names
@@ -23,9 +23,10 @@ class Learner:
     def __init__(self, task: Task, config: Config, processes: Processes, batches: int, steps: int, start: bool) -> None:
         """``batches`` and ``steps`` are those of an epoch."""
         self.config, self.processes = config, processes
-        layout = torch.channels_last if config.channels_last else torch.contiguous_format
+        layout = task.channels_last if config.channels_last else torch.contiguous_format
         task.to(processes.device, layout)
         self.model = task.model(start)
+        self.still = freeze(self.model, config.freeze)
         sbp = config.sbp.build(config.seed, batches)
         self.sbp = sbp is not None
         if sbp is not None:
@@ -34,11 +35,17 @@ class Learner:
         self.ema = None
         if config.ema.decay is not None:
             self.ema = ModelEmaV3(self.model, decay=config.ema.decay, use_warmup=config.ema.warmup)
-        self.parallel = self.wrap()
+        self.parallel = self.wrap(task)
         self.optimizer, self.schedule = make_optimizer(task.parameters(self.model, config.optimizer), config, steps)
         self.scaler = torch.amp.GradScaler(processes.device.type, enabled=config.precision == "float16")
 
-    def wrap(self) -> nn.Module:
+    def train(self) -> None:
+        """Into training mode, but for frozen norms."""
+        self.model.train()
+        for norm in self.still:
+            norm.eval()
+
+    def wrap(self, task: Task) -> nn.Module:
         """Compiled and made parallel, around the same parameters."""
         several, parallel = self.processes.world > 1, self.config.parallel
         if several and parallel == "fsdp":
@@ -46,13 +53,8 @@ class Learner:
             if self.ema is not None:
                 shard(self.ema.module, self.processes.device)
         if self.config.compile:
-            self.model.compile()
+            task.compile(self.model)
         return nn.parallel.DistributedDataParallel(self.model) if several and parallel == "ddp" else self.model
-
-    def autocast(self) -> Any:
-        if self.config.precision == "float32":
-            return nullcontext()
-        return torch.autocast(self.processes.device.type, getattr(torch, self.config.precision))
 
     def best_weights(self) -> dict[str, Any]:
         """The average, if there is one."""
@@ -87,10 +89,3 @@ class Learner:
         if with_schedule:
             self.schedule.load_state_dict(content["schedule"])
         self.scaler.load_state_dict(content["scaler"])
-
-    def load_weights(self, content: dict[str, Any], weights: str, path: Path) -> None:
-        """Of a checkpoint, those called "model" or "ema", and nothing else of it."""
-        if content[weights] is None:
-            raise CheckpointError(f"{path} has no average of weights: use --weights model")
-        check_fit(self.model.state_dict(), content[weights], head_names(self.model), str(path))
-        load_model(self.model, content[weights])

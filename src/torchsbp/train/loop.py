@@ -11,22 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from tqdm import tqdm
 
 from ..errors import RunError, SignalError
 from ..memory.saved import Saved
 from ..memory.sizes import MIB
 from . import tasks
 from .config import Config
+from .data.broken import Broken
 from .data.loader import loader
 from .data.seeds import mixed, seed_everything
 from .distributed import Processes, any_of, synchronised
+from .evaluation import autocast, evaluated
 from .lasting import Lasting
 from .learner import Learner
+from .progress import progress
 from .record import WEIGHTS
 from .runs import checkpoint
 from .runs.metrics import Clock, Losses, write_sections
 from .runs.state import Progress
+from .runs.stored import Stored
 from .runs.weights import export
 from .signals import Signals
 from .task import Evaluator
@@ -41,10 +44,10 @@ class Trainer(Lasting):
         torch.use_deterministic_algorithms(config.deterministic)
         seed_everything(config.seed)  # the same weights everywhere
         self.accumulate = config.accumulate(processes.world)
-        self.micro_batch = config.batch // (processes.world * self.accumulate)
+        micro_batch = config.per_forward(processes.world)
         self.task = tasks.start(config.task, config.seed)
-        self.task.check(self.micro_batch)
-        self.order = self.task.train_order(self.micro_batch, processes.rank, processes.world, self.accumulate)
+        self.task.check(micro_batch)
+        self.order = self.task.train_order(micro_batch, processes.rank, processes.world, self.accumulate)
         self.order.epochs = config.epochs
         batches = self.order.batches_per_epoch
         self.steps_per_epoch = batches // self.accumulate
@@ -53,6 +56,7 @@ class Trainer(Lasting):
         self.model = self.learner.model
         seed_everything(mixed(config.seed, processes.rank))  # augmentation and stochastic depth differ by process
         self.progress = Progress()
+        self.broken = Broken(self.task.broken, self.say)
         self.signals: Signals | None = None
         self.saved: Saved | None = None
         sharded = isinstance(self.model, FSDPModule)  # whose parameters come and go among what is saved
@@ -69,7 +73,7 @@ class Trainer(Lasting):
         if self.counts_saved and self.saved is None:
             counting = self.saved = Saved(self.model)
         with synchronised(learner.parallel, last=(number + 1) % self.accumulate == 0):
-            with learner.autocast(), counting:
+            with autocast(self.config, self.processes.device), counting:
                 losses = named(self.task.loss(learner.parallel, batch))
             learner.scaler.scale(losses["loss"] / self.accumulate).backward()
         return {name: loss.detach() for name, loss in losses.items()}
@@ -98,10 +102,14 @@ class Trainer(Lasting):
     def batches(self) -> Iterator[Any]:
         """From where the run is to its end."""
         self.order.start = self.progress.step * self.accumulate
-        return iter(self.loader(self.task.train_data, self.order))
+        task, pin = self.task, self.processes.device.type == "cuda"
+        return self.readable(iter(loader(task.train_data, self.order, task.collate, task.workers, pin)))
 
-    def loader(self, samples: Any, order: Any) -> Any:
-        return loader(samples, order, self.task.collate, self.task.workers, pin=self.processes.device.type == "cuda")
+    def readable(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches alone; what could not be read for them is noted."""
+        for batch, unread in batches:
+            self.broken.add(message for _, message in unread)
+            yield batch
 
     def fit(self) -> None:
         """Train to the end. Raises ``SignalError`` after a signal, when everything is saved."""
@@ -110,13 +118,10 @@ class Trainer(Lasting):
         with self.signals, self.lock() or nullcontext():
             self.resume()
             self.metrics = self.open_metrics()
-            self.bar = tqdm(
-                total=self.steps,
-                initial=self.progress.step,
-                unit="step",
-                dynamic_ncols=True,
-                disable=not (self.config.log.progress and self.processes.main),
-            )
+            for note in self.task.notes:
+                self.say(note)
+            log, main = self.config.log, self.processes.main
+            self.bar = progress(self.steps, self.progress.step, log.every_seconds, shown=log.progress and main)
             try:
                 self.run()
             finally:
@@ -129,21 +134,21 @@ class Trainer(Lasting):
         self.clock = Clock(progress.seconds)
         self.losses = Losses(self.processes, {"loss": progress.loss_sum, **progress.losses}, progress.loss_steps)
         batches = self.batches()
-        self.model.train()
+        self.learner.train()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         before = self.clock.seconds, progress.step
         while True:
             if self.due_for_evaluation():
                 self.evaluate()
-            if progress.step >= self.steps:
+            if progress.step >= self.steps or self.out_of_patience():
                 break
             self.clock.start()
             self.losses.add(self.update(batches))
-            self.bar.update()
             stopping = self.stopping()
             if progress.step % config.log.every_steps == 0 or progress.step == self.steps:
                 before = self.record(*before)
+            self.bar.update()
             epoch_ends = progress.step % self.steps_per_epoch == 0
             every = config.checkpoint.every_steps
             if stopping or epoch_ends or (every is not None and progress.step % every == 0):
@@ -209,11 +214,13 @@ class Trainer(Lasting):
         weights, progress = self.learner.best_weights(), self.progress
         if self.processes.main:
             path = self.config.out / WEIGHTS
-            about = {"step": progress.step, "config": self.described(), **self.task.weights_about()}
-            export(weights, path, about)
+            name = "model" if self.learner.ema is None else "ema"
+            stored = Stored(path, name, progress.step, self.described(), self.task.weights_about(), weights)
+            export(weights, path, stored.metadata())
             self.write("end", best=progress.best, best_step=progress.best_step)
             metric = self.task.metric(self.task.best_by)
-            self.say(f"finished: best {metric.name} {progress.best:{metric.format}}, weights in {path}")
+            early = f" at step {progress.step} of {self.steps}, out of patience" if progress.step < self.steps else ""
+            self.say(f"finished{early}: best {metric.name} {progress.best:{metric.format}}, weights in {path}")
 
     # Evaluation
 
@@ -222,6 +229,12 @@ class Trainer(Lasting):
         every = self.config.eval_every * self.steps_per_epoch
         return step > 0 and step != self.progress.evaluated and (step % every == 0 or step == self.steps)
 
+    def out_of_patience(self) -> bool:
+        """Whether as many evaluations as are allowed brought nothing better. Progress alone says so: a run that is
+        resumed stops where another does."""
+        config, since = self.config, self.progress.evaluated - self.progress.best_step
+        return config.patience is not None and since >= config.patience * config.eval_every * self.steps_per_epoch
+
     def evaluate(self) -> None:
         """Metrics of the model and of its average; the checkpoint of this step may become the best."""
         progress, ema = self.progress, self.learner.ema
@@ -229,32 +242,26 @@ class Trainer(Lasting):
         if ema is not None:
             evaluator, averaged = self.test(ema.module)
             values |= {f"ema_{name}": value for name, value in averaged.items()}
-        self.model.train()
+        self.learner.train()
         progress.evaluated = progress.step
         metric = self.task.metric(self.task.best_by)
         value = values[metric.name if ema is None else f"ema_{metric.name}"]
         best = progress.best is None or metric.sign * value > metric.sign * progress.best
         if best:
             progress.best, progress.best_step = value, progress.step
-        self.write("valid", epoch=self.epoch(), seconds=progress.seconds, best=progress.best, **values)
+        self.gather_broken()
+        listed = {"broken": progress.broken} if progress.broken else {}
+        self.write("valid", epoch=self.epoch(), seconds=progress.seconds, best=progress.best, **values, **listed)
         if self.processes.main:
-            write_sections(self.config.out, evaluator.sections())
+            write_sections(self.config.out, {**evaluator.sections(), **self.broken.section()})
             if self.config.log.progress:
                 text = ", ".join(f"{name} {value:{self.task.metric(name).format}}" for name, value in values.items())
                 self.say(f"epoch {self.epoch():.0f}: {text}")
         self.save(best)
 
-    @torch.no_grad()
     def test(self, model: nn.Module) -> tuple[Evaluator, dict[str, float]]:
-        model.eval()
-        order = self.task.eval_order(self.micro_batch, self.processes.rank, self.processes.world)
-        evaluator = self.task.evaluator()
-        for number, batch in enumerate(self.loader(self.task.valid_data, order)):
-            if self.stopping():
-                raise SignalError  # saved before the evaluation, which is done again
-            with self.learner.autocast():
-                evaluator.update(model, self.task.prepare(batch, training=False), order.valid(number))
-        return evaluator, evaluator.result()
+        """A signal ends it: everything was saved before, and the evaluation is done again."""
+        return evaluated(self.task, model, self.config, self.processes, self.broken, self.stopping)
 
 
 def named(loss: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ def told(config: Config, processes: Processes) -> Iterator[None]:
 
 def out_of_memory(text: str, config: Config, processes: Processes) -> str:
     """What was asked for, what there is, and the ways to need less."""
-    micro = config.batch // (processes.world * config.accumulate(processes.world))
+    micro = config.per_forward(processes.world)
     asked = re.search(r"allocate ([\d.]+ [KMGT]iB)", text)
     on_cpu = CPU_FULL.search(text)
     wanted = f" ({asked[1]} more were needed)" if asked else ""

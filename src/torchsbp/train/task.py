@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -12,8 +13,10 @@ from torch.utils.data import default_collate
 import torchsbp
 from torchsbp import SBPConfig
 
+from ..errors import UsageError
 from .data.order import EvalOrder, TrainOrder
 from .data.samples import Samples
+from .predictor import Predictor
 from .record import Metric
 
 if TYPE_CHECKING:
@@ -56,18 +59,37 @@ class Task:
     """what throughput counts"""
     workers: int = 0
     """processes that read samples, for each process that trains"""
-    train_data: Samples
-    valid_data: Samples
+    notes: tuple[str, ...] = ()
+    """said when a run begins, and recorded: what of the data is not as one might expect"""
+    broken: int = 0
+    """samples that may be unreadable, if the data are ``Samples(…, replace=True)``; one more ends the run"""
     collate: Callable[[list[Any]], Any] = staticmethod(default_collate)
+    channels_last: torch.memory_format = torch.channels_last
+    """what the option of this name means for the model's convolutions"""
 
     def __init__(self, options: Any, seed: int) -> None:
         self.options, self.seed = options, seed
         self.to(torch.device("cpu"), torch.contiguous_format)
 
+    @classmethod
+    def trained(cls, options: Any, seed: int, about: Mapping[str, str]) -> "Task":
+        """The task of weights that are trained already; ``about`` is what ``weights_about`` said of them, {} if that is
+        not known. A task that opens its data when they are first used, and takes from there what it would learn from
+        them (names of classes), is evaluated without training data and predicts without any."""
+        return cls(options, seed)
+
     def check(self, micro_batch: int) -> None:
         """Raise ``UsageError`` if this cannot be trained with so many samples per forward."""
 
-    # Data
+    # Data: set when the task is made, or opened when they are first used
+
+    @cached_property
+    def train_data(self) -> Samples:
+        raise NotImplementedError
+
+    @cached_property
+    def valid_data(self) -> Samples:
+        raise NotImplementedError
 
     def train_order(self, batch: int, rank: int, world: int, multiple: int) -> TrainOrder:
         """Batches of one process; a multiple of ``multiple`` in every epoch."""
@@ -97,6 +119,10 @@ class Task:
         """Tell SBP which training forward comes: masks and keep-ratio follow that number."""
         torchsbp.set_step(model, number)
 
+    def compile(self, model: nn.Module) -> None:
+        """In place: the model, or the parts of it that can be."""
+        model.compile()
+
     def parameters(self, model: nn.Module, optimizer: "Optimizer") -> Any:
         """What timm's ``create_optimizer_v2`` is given: the model, whose groups it makes, or groups of your own."""
         return model
@@ -110,12 +136,20 @@ class Task:
     def evaluator(self) -> Evaluator:
         raise NotImplementedError
 
+    def predictor(self) -> Predictor:
+        """For inputs without targets (``torchsbp predict``)."""
+        raise UsageError(f"task {self.options.name} has no predictions: its class needs a method predictor()")
+
+    def example(self, samples: int) -> tuple[Tensor, ...]:
+        """What the model is called with, of so many samples (``torchsbp export``)."""
+        raise UsageError(f"task {self.options.name} can't be exported: its class needs a method example(samples)")
+
     def metric(self, name: str) -> Metric:
         """By its name, or that of its value for averaged weights."""
         return next((m for m in self.metrics if m.name == name.removeprefix("ema_")), Metric(name))
 
     def weights_about(self) -> dict[str, str]:
-        """What whoever uses the weights needs to know, stored with them."""
+        """What whoever uses the weights needs to know, stored with them; see ``trained``."""
         return {}
 
     def described(self) -> dict[str, Any]:
@@ -125,4 +159,5 @@ class Task:
             "unit": self.unit,
             "best_by": self.best_by,
             "metrics": [metric.recorded() for metric in self.metrics],
+            **({"notes": list(self.notes)} if self.notes else {}),
         }

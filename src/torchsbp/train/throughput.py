@@ -21,7 +21,7 @@ def warmup(trainer: Trainer) -> int:
 
 
 def measure(trainer: Trainer, updates: int) -> dict[str, float]:
-    trainer.model.train()
+    trainer.learner.train()
     trainer.order.epochs = -(-3 * (updates + warmup(trainer)) // trainer.steps_per_epoch) + 1
     batches = trainer.batches()
     rates = {"loader": rate(trainer, batches, updates, step=False)}

@@ -19,12 +19,23 @@ from .samples import Source
 from .seeds import mixed
 
 
-class Images(Source, Protocol):
-    """A source of pictures; the target is the number of the class."""
+class Labelled(Protocol):
+    """What knows classes."""
 
     classes: int
     names: list[str]
-    """of the classes, as far as the source has them"""
+    """of the classes, as far as they are known"""
+
+
+class Images(Source, Labelled, Protocol):
+    """A source of pictures; the target is the number of the class."""
+
+    labels: Sequence[int]
+    """the targets"""
+
+    def key(self, index: int) -> str:
+        """Names a picture, whatever is added before it and wherever the data are."""
+        ...
 
 
 def named(names: Sequence[str], most: int = 5) -> str:
@@ -33,7 +44,7 @@ def named(names: Sequence[str], most: int = 5) -> str:
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown or "none"
 
 
-def check_same_classes(train: Images, valid: Images) -> None:
+def check_same_classes(train: Labelled, valid: Labelled) -> None:
     only_train = [name for name in train.names if name not in set(valid.names)]
     only_valid = [name for name in valid.names if name not in set(train.names)]
     if train.classes == valid.classes and not only_train and not only_valid:
@@ -54,8 +65,9 @@ class Folder:
             folder = ImageFolder(str(root))
         except FileNotFoundError as error:
             raise DataError(f"no image folder at {root} (expected {root}/CLASS/IMAGE): {error}") from error
-        self.names = list(folder.classes)
+        self.root, self.names = root, list(folder.classes)
         self.samples: list[tuple[str, int]] = folder.samples
+        self.labels: list[int] = folder.targets
         self.classes, self.mode = len(self.names), mode
 
     def __len__(self) -> int:
@@ -68,6 +80,9 @@ class Folder:
 
     def where(self, index: int) -> str:
         return f"image {self.samples[index][0]}"
+
+    def key(self, index: int) -> str:
+        return Path(self.samples[index][0]).relative_to(self.root).as_posix()
 
 
 class Arrays:
@@ -94,6 +109,9 @@ class Arrays:
     def where(self, index: int) -> str:
         return f"{self.name} image {index}"
 
+    def key(self, index: int) -> str:
+        return str(index)
+
 
 class Shards:
     """WebDataset tar files, read by position instead of as a stream: any order, and exact resumption.
@@ -116,6 +134,7 @@ class Shards:
         wrong = self.table[(self.table[:, 3] < 0) | (self.table[:, 3] >= classes), 3]
         if len(wrong):
             raise DataError(f"{pattern} has class {wrong[0]}, but data.classes is {classes}")
+        self.labels: list[int] = self.table[:, 3].tolist()
 
     def __len__(self) -> int:
         return len(self.table)
@@ -129,6 +148,10 @@ class Shards:
     def where(self, index: int) -> str:
         shard, offset, *_ = self.table[index].tolist()
         return f"image at byte {offset} of {self.shards[shard]}"
+
+    def key(self, index: int) -> str:
+        shard, offset, *_ = self.table[index].tolist()
+        return f"{Path(self.shards[shard]).name}:{offset}"
 
 
 def index_shard(path: Path) -> list[list[int]]:

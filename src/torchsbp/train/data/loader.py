@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from .samples import Key, Samples
+from .samples import Key, Samples, Unread
 
 PREFETCH = 4
 """batches that each worker prepares ahead"""
@@ -18,15 +18,41 @@ PREFETCH = 4
 def loader(
     samples: Samples, order: Sampler[list[Key]], collate: Callable[[list[Any]], Any], workers: int, pin: bool
 ) -> DataLoader[Any]:
+    """Of (batch, [(place, message) of samples that can't be read])."""
     return DataLoader(
         samples,
         batch_sampler=order,
-        collate_fn=collate,
+        collate_fn=Readable(collate),
         num_workers=workers,
         pin_memory=pin,
         prefetch_factor=PREFETCH if workers else None,
         worker_init_fn=leave_signals_to_the_loop,
         generator=torch.Generator(),  # else making an iterator would draw from the run's random numbers
+    )
+
+
+class Readable:
+    """Collates the samples that can be read, then others in the place of those that can't: they fill the batch."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: list[Any]) -> tuple[Any, list[tuple[int, str]]]:
+        unread = [(place, its) for place, its in enumerate(samples) if isinstance(its, Unread)]
+        good = [its for its in samples if not isinstance(its, Unread)]
+        others = [its.instead for _, its in unread]
+        return self.collate([*good, *others]), [(place, its.message) for place, its in unread]
+
+
+def reader(items: Any, batch: int, workers: int) -> DataLoader[Any]:
+    """Lists of so many items, in their order."""
+    return DataLoader(
+        items,
+        batch_size=batch,
+        collate_fn=list,
+        num_workers=workers,
+        worker_init_fn=leave_signals_to_the_loop,
+        generator=torch.Generator(),
     )
 
 

@@ -1,8 +1,8 @@
 """Samples by number: a source, and a transform that is seeded by (seed, epoch, index), not by the state of a worker."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, Protocol
+from contextlib import nullcontext, suppress
+from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import Dataset, get_worker_info
 
@@ -11,6 +11,9 @@ from .seeds import generators_kept, mixed, seed_cpu
 
 Key = tuple[int, int]
 """(epoch, index)"""
+
+TRIES = 20
+"""to find another sample for one that can't be read"""
 
 Transform = Callable[[Any, Any], Any]
 """(input, target) -> what is collated"""
@@ -24,11 +27,22 @@ class Source(Protocol):
     def where(self, index: int) -> str: ...
 
 
-class Samples(Dataset[Any]):
-    """Source and transform: ``samples[epoch, index]`` is always the same, whatever either of them draws."""
+class Unread(NamedTuple):
+    """In the place of a sample that can't be read."""
 
-    def __init__(self, source: Source, transform: Transform, seed: int) -> None:
-        self.source, self.transform, self.seed = source, transform, seed
+    message: str
+    instead: Any
+    """another sample"""
+
+
+class Samples(Dataset[Any]):
+    """Source and transform: ``samples[epoch, index]`` is always the same, whatever either of them draws.
+
+    ``replace``: a sample that can't be read is an ``Unread``, not an error.
+    """
+
+    def __init__(self, source: Source, transform: Transform, seed: int, replace: bool = False) -> None:
+        self.source, self.transform, self.seed, self.replace = source, transform, seed, replace
 
     def __len__(self) -> int:
         return len(self.source)
@@ -37,9 +51,24 @@ class Samples(Dataset[Any]):
         epoch, index = key
         in_worker = get_worker_info() is not None  # whose generators are nobody else's
         with nullcontext() if in_worker else generators_kept():
-            seed_cpu(mixed(self.seed, epoch, index))
             try:
-                found, target = self.source[index]
-            except Exception as error:  # whatever a decoder raises
-                raise DataError(f"{self.source.where(index)} can't be read: {error}") from error
-            return self.transform(found, target)
+                return self.read(epoch, index)
+            except DataError as error:
+                if not self.replace:
+                    raise
+                return Unread(str(error), self.instead(epoch, index))
+
+    def read(self, epoch: int, index: int) -> Any:
+        seed_cpu(mixed(self.seed, epoch, index))
+        try:
+            found, target = self.source[index]
+        except Exception as error:  # whatever a decoder raises
+            raise DataError(f"{self.source.where(index)} can't be read: {error}") from error
+        return self.transform(found, target)
+
+    def instead(self, epoch: int, index: int) -> Any:
+        """Another one, the same whenever the run comes here."""
+        for attempt in range(TRIES):
+            with suppress(DataError):
+                return self.read(epoch, mixed(self.seed, epoch, index, attempt) % len(self))
+        raise DataError(f"{self.source.where(index)} can't be read, nor can {TRIES} others")

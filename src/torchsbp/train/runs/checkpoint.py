@@ -1,16 +1,18 @@
 """Checkpoint files: whole or not there. Written beside, synced, renamed; read without unpickling code."""
 
+import errno
 import os
 import pickle
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, RunError
 from . import checks
 
 FORMAT = "torchsbp checkpoint 2"
@@ -38,6 +40,18 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
         raise
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Inside, what the disk refuses is told with the file's name, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"{path} can't be written: {error}. The checkpoints written so far are whole: make room, or the folder "
+            "writable, then continue with --resume auto"
+        ) from error
+
+
 def sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -61,12 +75,13 @@ def read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"no checkpoint at {path}") from error
     except CheckpointError:
         raise
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from error
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path} {refusal(str(error))}") from error
     except Exception as error:  # whatever reading a pickle out of any bytes may raise: what it says helps nobody
-        raise CheckpointError(f"{path} can't be read: it is truncated, or no checkpoint") from error
+        reason = "it is truncated, or no checkpoint"
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which a damaged offset may be
+            reason = error.strerror or str(error)
+        raise CheckpointError(f"{path} can't be read: {reason}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a checkpoint")
     if content.get("format") == FORMAT and not checked:
@@ -96,7 +111,7 @@ def read_run(path: Path) -> dict[str, Any]:
 
 
 class Folder:
-    """The checkpoints of a run: the last ones by step, and the best."""
+    """The checkpoints of a run: the last ones by step, and the best. Those put aside are counted no more."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
@@ -131,9 +146,9 @@ class Folder:
             left.unlink(missing_ok=True)
 
     def newest(self, warn: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
-        """The newest checkpoint that can be read; None if there is no file at all."""
-        paths = self.steps()
-        for path in reversed(paths):
+        """The newest checkpoint that can be read, maybe the best one; None if there is no file at all."""
+        paths = [*reversed(self.steps()), *self.folder.glob(BEST)]
+        for path in paths:
             try:
                 return path, read_run(path)
             except CheckpointError as error:
@@ -141,3 +156,11 @@ class Folder:
         if paths:
             raise CheckpointError(f"none of the {len(paths)} checkpoints in {self.folder} can be read")
         return None
+
+    def put_aside(self, path: Path, step: int, say: Callable[[str], None]) -> None:
+        """Rename what lies beyond the checkpoint that a run goes on from, damaged or left behind: among the last ones
+        it would take the place of those that are still to come."""
+        for other in self.steps():
+            if other.name >= STEP.format(step) and other.resolve() != path.resolve():
+                os.replace(other, other.with_name(f"aside-{other.name}"))
+                say(f"{other} is now aside-{other.name}: the run goes on from {path.name}")

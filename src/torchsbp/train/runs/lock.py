@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import ClassVar
@@ -42,17 +43,19 @@ class Lock:
             warn(f"{folder} can't be locked ({error.strerror}): nothing keeps a second run out of it")
             return
         self.own.add(self.path)
-        self.file.truncate(0)
         now = datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds")
-        self.file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}))
-        self.file.flush()
+        with suppress(OSError):  # it is held, even if a full disk keeps us from saying by whom
+            self.file.truncate(0)
+            self.file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}))
+            self.file.flush()
 
     def __enter__(self) -> "Lock":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.own.discard(self.path)
-        self.file.close()
+        with suppress(OSError):
+            self.file.close()
 
 
 def refusal(folder: Path, holder: str) -> str:

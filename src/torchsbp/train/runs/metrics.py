@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 from ...errors import UsageError
 from ..distributed import Processes, all_sum
 from ..record import FILE, SECTIONS, read_lines
-from .checkpoint import replace_file
+from .checkpoint import replace_file, writing
 from .state import Progress
 
 
@@ -34,7 +35,8 @@ class Metrics:
             kept = [line for line in read_lines(self.path) if line["step"] <= until.get(line["kind"], step)]
             self.about = next((line for line in reversed(kept) if line["kind"] == "run"), None)
             text = "".join(json.dumps(line) + "\n" for line in kept)
-            replace_file(self.path, lambda file: file.write(text.encode()))
+            with writing(self.path):
+                replace_file(self.path, lambda file: file.write(text.encode()))
         self.file = self.path.open("a")
         self.writer = None
         if tensorboard:
@@ -46,8 +48,9 @@ class Metrics:
             self.run = module.init(project=wandb, name=out.name, id=identity(out), config=config, resume="allow")
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
-        self.file.flush()
+        with writing(self.path):
+            self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+            self.file.flush()
         numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, int | float)}
         if self.writer is not None:
             for name, value in numbers.items():
@@ -57,7 +60,8 @@ class Metrics:
             self.run.log(numbers, step=step)
 
     def close(self) -> None:
-        self.file.close()
+        with suppress(OSError):  # what could not be written was told then
+            self.file.close()
         if self.writer is not None:
             self.writer.close()
         if self.run is not None:
@@ -128,7 +132,9 @@ def write_sections(out: Path, sections: Mapping[str, str | bytes]) -> None:
     """What a task adds to the report of a run; each replaces the one before."""
     for title, content in sections.items():
         data, kind = (content, "png") if isinstance(content, bytes) else (content.encode(), "html")
-        replace_file(out / SECTIONS / f"{title.replace('/', '-')}.{kind}", writer(data))
+        path = out / SECTIONS / f"{title.replace('/', '-')}.{kind}"
+        with writing(path):
+            replace_file(path, writer(data))
 
 
 def writer(data: bytes) -> Callable[[IO[bytes]], int]:

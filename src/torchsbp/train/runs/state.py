@@ -33,6 +33,8 @@ class Progress:
     loss_steps: int = 0
     losses: dict[str, float] = field(default_factory=dict)
     """the same by name, for a task that has several"""
+    broken: list[str] = field(default_factory=list)
+    """samples that could not be read, and why"""
 
     def state(self) -> dict[str, Any]:
         return dict(vars(self))

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError
 from . import checks
-from .checkpoint import read, replace_file
+from .checkpoint import read, replace_file, writing
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -86,7 +86,8 @@ def export(weights: dict[str, Tensor], path: Path, metadata: dict[str, Any]) -> 
     content = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
     described = {key: str(value) for key, value in metadata.items()}
     data = checks.summed_safetensors(save(content, {**described, **checks.SUMMED, checks.SUM: checks.ZEROS}))
-    replace_file(path, lambda file: file.write(data))
+    with writing(path):
+        replace_file(path, lambda file: file.write(data))
 
 
 def _some(names: list[str]) -> str:

@@ -1,10 +1,10 @@
 """Tasks by name: a file here registers its own; others register themselves, or are named package.module:Class."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pkgutil import iter_modules
 
-from ...errors import UsageError
+from ...errors import DataError, UsageError
 from ..ranges import check
 from ..task import Task, TaskOptions
 
@@ -53,9 +53,22 @@ def by_path(name: str) -> type[Task]:
 
 def start(options: TaskOptions, seed: int) -> Task:
     """The task that its options name, with its data."""
+    task = checked(options)(options, seed)
+    if not len(task.valid_data):
+        raise DataError(f"task {options.name}: there are no validation data, which decide what is best")
+    return task
+
+
+def trained(options: TaskOptions, seed: int, about: Mapping[str, str]) -> Task:
+    """The same for weights that are trained already, of which ``about`` is known."""
+    return checked(options).trained(options, seed, about)
+
+
+def checked(options: TaskOptions) -> type[Task]:
+    """The task, if these are options of it, with numbers in their ranges."""
     task = find(options.name or DEFAULT)
     if not isinstance(options, task.Options):
         wanted, given = task.Options.__qualname__, type(options).__qualname__
         raise UsageError(f"task.name {options.name!r} takes {task.__module__}.{wanted}, found {given}")
     check(options, "task")
-    return task(options, seed)
+    return task

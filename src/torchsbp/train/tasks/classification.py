@@ -1,36 +1,39 @@
 """Image classification: a timm model, labelled images, timm's augmentation, cross entropy, top-1 and top-5."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
-from PIL import Image
-from timm.data import Mixup, create_transform
+from timm.data import Mixup
 from timm.data.loader import fast_collate
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor, nn
-from torchvision.transforms import RandomCrop
 
 from ...errors import DataError, UsageError
 from ..accuracy import MANY, Accuracy
-from ..data.images import check_same_classes, named, open_images
+from ..data.images import Images, check_same_classes, named
+from ..data.pictures import read_picture
 from ..data.samples import Samples
 from ..data.seeds import generators_kept
-from ..ranges import COUNT, NOT_NEGATIVE, SHARE, SHARE_ABOVE_0, SHARE_BELOW_1, ranged, refuse
+from ..data.views import Augment, Data, OfImage, check_names, eval_transform, mode_of, open_part, train_transform
+from ..predictor import Prediction, Predictor
+from ..ranges import NOT_NEGATIVE, SHARE_BELOW_1, refuse
 from ..record import Metric
 from ..runs.weights import load_weights
 from ..task import Task, TaskOptions
 from . import register
 
-WORKERS = ranged(0, 1024)
-
 Batch = tuple[Tensor, Tensor]
 """images, and class numbers or mixed targets"""
+Classes = tuple[list[str], int]
+"""names, as far as they are known, and how many"""
 
 
 @dataclass
@@ -53,61 +56,14 @@ class Model:
 
 
 @dataclass
-class Data:
-    """Labelled images, to train with and to evaluate with."""
-
-    source: Literal["folder", "shards", "cifar10", "cifar100", "digits"] = "folder"
-    root: Path = Path("data")
-    train: str = "train"
-    """the folder, or the shards' pattern (*.tar), below root"""
-    valid: str = "val"
-    classes: int | None = field(default=None, metadata=COUNT)
-    """needed for shards; otherwise checked if given"""
-    size: int = field(default=224, metadata=COUNT)
-    channels: Literal[1, 3] = 3
-    mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406], metadata=SHARE)
-    """of pixels in [0, 1]"""
-    std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225], metadata=SHARE_ABOVE_0)
-    crop_pct: float = field(default=0.875, metadata=SHARE_ABOVE_0)
-    """evaluation: the share of the resized image that is cropped"""
-    workers: int = field(default=8, metadata=WORKERS)
-    """processes that read images, for each process that trains"""
-
-    def __post_init__(self) -> None:
-        if not len(self.mean) == len(self.std) == self.channels:
-            raise UsageError(f"mean {self.mean} and std {self.std} need one number per channel, {self.channels}")
-
-
-@dataclass
-class Augment:
-    """timm's ``create_transform``, ``Mixup`` and ``RandomErasing``."""
-
-    crop: Literal["resized", "pad", "none"] = "resized"
-    """resized: random size and aspect; pad: shift by an eighth; none: as in evaluation, and no flip"""
-    scale: tuple[float, float] = field(default=(0.08, 1.0), metadata=SHARE_ABOVE_0)
-    """resized: the least and the largest share of the image that is cropped"""
-    hflip: float = field(default=0.5, metadata=SHARE)
-    auto_augment: str | None = None
-    color_jitter: float = field(default=0.4, metadata=NOT_NEGATIVE)
-    """without auto_augment"""
-    interpolation: str = "bicubic"
-    erase: float = field(default=0.0, metadata=SHARE)
-    mixup: float = field(default=0.0, metadata=NOT_NEGATIVE)
-    cutmix: float = field(default=0.0, metadata=NOT_NEGATIVE)
-    smoothing: float = field(default=0.0, metadata=SHARE_BELOW_1)
-
-    def __post_init__(self) -> None:
-        if self.scale[0] > self.scale[1]:
-            refuse("task.augment.scale", list(self.scale), "two numbers in (0, 1], the first not above the second")
-
-
-@dataclass
 class ClassificationOptions(TaskOptions):
     """Classify images."""
 
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     augment: Augment = field(default_factory=Augment)
+    class_weights: Literal["none", "balanced"] | list[float] = field(default="none", metadata=NOT_NEGATIVE)
+    """of the loss. balanced: images / (classes · images of the class); or one for each class, in the order of names"""
 
 
 @register("classification")
@@ -124,31 +80,57 @@ class Classification(Task):
     unit = "images"
     collate = staticmethod(fast_collate)
 
-    def __init__(self, options: ClassificationOptions, seed: int) -> None:
-        data, augment = options.data, options.augment
-        mode = "L" if data.channels == 1 else "RGB"
-        train, valid = (
-            open_images(data.source, data.root, part, part is data.train, data.classes, mode)
-            for part in (data.train, data.valid)
-        )
-        check_same_classes(train, valid)
-        check_names(augment)
-        self.classes, self.names, self.workers = train.classes, train.names, data.workers
+    def __init__(self, options: ClassificationOptions, seed: int, known: Classes | None = None) -> None:
+        """``known``: the classes, if they are known without training data."""
+        super().__init__(options, seed)
+        check_names(options.augment)
+        self.names, self.classes = known or (self.train_images.names, self.train_images.classes)
+        self.workers, self.broken = options.data.workers, options.data.broken
         if self.classes <= MANY:
             self.metrics = tuple(metric for metric in self.metrics if metric.name != "top5")
-        self.train_data = Samples(train, OfImage(train_transform(data, augment)), seed)
-        self.valid_data = Samples(valid, OfImage(eval_transform(data, augment)), seed)
-        self.mix = None
-        if augment.mixup > 0 or augment.cutmix > 0:
-            self.mix = Mixup(
-                mixup_alpha=augment.mixup,
-                cutmix_alpha=augment.cutmix,
-                label_smoothing=augment.smoothing,
-                num_classes=self.classes,
-            )
-        super().__init__(options, seed)
+        self.mix = self.mixup(options.augment)
+
+    @classmethod
+    def trained(cls, options: ClassificationOptions, seed: int, about: Mapping[str, str]) -> "Classification":
+        names = json.loads(about.get("classes", "[]"))
+        classes = len(names) or options.data.classes
+        return cls(options, seed, (names, classes) if classes else None)
+
+    @cached_property
+    def train_images(self) -> Images:
+        return open_part(self.options.data, train=True)
+
+    @cached_property
+    def train_data(self) -> Samples:
+        transform = train_transform(self.options.data, self.options.augment)
+        return Samples(self.train_images, OfImage(transform), self.seed, replace=self.broken > 0)
+
+    @cached_property
+    def valid_data(self) -> Samples:
+        images = open_part(self.options.data, train=False)
+        check_same_classes(self, images)
+        return Samples(images, OfImage(self.eval_transform), self.seed, replace=self.broken > 0)
+
+    @cached_property
+    def eval_transform(self) -> Callable[[Any], Any]:
+        return eval_transform(self.options.data, self.options.augment)
+
+    def mixup(self, augment: Augment) -> Mixup | None:
+        if augment.mixup == augment.cutmix == 0:
+            return None
+        return Mixup(
+            mixup_alpha=augment.mixup,
+            cutmix_alpha=augment.cutmix,
+            label_smoothing=augment.smoothing,
+            num_classes=self.classes,
+        )
 
     def check(self, micro_batch: int) -> None:
+        if self.class_weights is not None and self.mix is not None:
+            raise UsageError(
+                "task.class_weights and mixup: a mixed image has two classes; set task.augment.mixup and cutmix to 0, "
+                "or task.class_weights to none"
+            )
         if self.mix is not None and micro_batch % 2:
             raise UsageError(f"mixup and cutmix mix pairs: images per forward must be even, found {micro_batch}")
 
@@ -198,18 +180,47 @@ class Classification(Task):
         self.erase = RandomErasing(augment.erase, mode="pixel", device=str(device)) if augment.erase > 0 else None
 
     def prepare(self, batch: Batch, training: bool) -> Batch:
-        pixels, labels = (part.to(self.device, non_blocking=True) for part in batch)
-        images = ((pixels.float() - self.mean) / self.std).contiguous(memory_format=self.memory_format)
+        pixels, labels = batch
+        images, labels = self.normalised(pixels), labels.to(self.device, non_blocking=True)
         if training and self.erase is not None:
             images = self.erase(images)
         if training and self.mix is not None:
             return self.mix(images, labels)
         return images, labels
 
+    def normalised(self, pixels: Tensor) -> Tensor:
+        """Of 0 to 255, on the device."""
+        pixels = pixels.to(self.device, non_blocking=True)
+        return ((pixels.float() - self.mean) / self.std).contiguous(memory_format=self.memory_format)
+
+    @cached_property
+    def class_weights(self) -> Tensor | None:
+        """One for each class, or none."""
+        given, name = self.options.class_weights, "task.class_weights"
+        if given == "none":
+            return None
+        if given == "balanced":
+            counts = torch.bincount(torch.tensor(self.train_images.labels), minlength=self.classes)
+            if not counts.all():
+                lacking = [self.name_of(number) for number in (counts == 0).nonzero().flatten().tolist()]
+                raise DataError(f"{name} balanced: {named(lacking)} has no training images")
+            return counts.sum() / (self.classes * counts)
+        if len(given) != self.classes or not any(given):
+            refuse(name, given, f"none, balanced, or {self.classes} numbers, not all 0: {named(self.names)}")
+        return torch.tensor(given, dtype=torch.float32)
+
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         images, targets = batch
         smoothing = 0.0 if targets.is_floating_point() else self.options.augment.smoothing  # mixed ones are smooth
-        return F.cross_entropy(model(images).float(), targets, label_smoothing=smoothing)
+        scores = model(images).float()
+        if self.class_weights is None:
+            return F.cross_entropy(scores, targets, label_smoothing=smoothing)
+        # The mean over images, not over weights: that of a batch does not depend on how it is cut into micro-batches.
+        weights = self.class_weights.to(scores.device)
+        return F.cross_entropy(scores, targets, weights, reduction="none", label_smoothing=smoothing).mean()
+
+    def name_of(self, number: int) -> str:
+        return self.names[number] if self.names else str(number)
 
     def weights_about(self) -> dict[str, str]:
         """The classes' names, in the order of the model's outputs."""
@@ -218,58 +229,34 @@ class Classification(Task):
     def evaluator(self) -> Accuracy:
         return Accuracy(self.device, self.classes, self.names)
 
+    def example(self, samples: int) -> tuple[Tensor, ...]:
+        data, chance = self.options.data, torch.Generator().manual_seed(0)
+        return (torch.randn(samples, data.channels, data.size, data.size, generator=chance),)
 
-class OfImage:
-    """A transform of the image alone: the class stays."""
-
-    def __init__(self, transform: Callable[[Any], Any]) -> None:
-        self.transform = transform
-
-    def __call__(self, image: Any, label: int) -> tuple[Any, int]:
-        return self.transform(image), label
+    def predictor(self) -> Predictor:
+        return Labels(self)
 
 
-def check_names(augment: Augment) -> None:
-    """Of interpolation and augmentation, as timm knows them."""
-    allowed = ("random", *(mode.name.lower() for mode in Image.Resampling))
-    if augment.interpolation not in allowed:
-        refuse("task.augment.interpolation", augment.interpolation, ", ".join(allowed))
-    if augment.auto_augment is not None:
-        try:
-            train_transform(Data(), augment)
-        except Exception as error:  # timm says it by assertions
-            forms = "null, rand-m9-mstd0.5-inc1 and the like, original, originalr, v0, v0r, 3a, augmix-m3 and the like"
-            refuse("task.augment.auto_augment", augment.auto_augment, f"{forms} ({error})")
+class Labels(Predictor):
+    """The most likely class, and those that follow it."""
 
+    columns = ("class", "probability")
 
-def train_transform(data: Data, augment: Augment) -> Callable[[Any], Any]:
-    """Up to uint8 pixels; the rest is done on the device, for a batch at a time."""
-    if augment.crop == "none":
-        return eval_transform(data, augment)
-    transform = create_transform(
-        data.size,
-        is_training=True,
-        scale=augment.scale,
-        hflip=augment.hflip,
-        color_jitter=augment.color_jitter or None,  # type: ignore[arg-type]
-        auto_augment=augment.auto_augment,
-        interpolation=augment.interpolation,
-        mean=tuple(data.mean),
-        std=tuple(data.std),
-        use_prefetcher=True,
-    )
-    if augment.crop == "pad":
-        transform.transforms[0] = RandomCrop(data.size, padding=data.size // 8)
-    for op in (op for step in transform.transforms for op in getattr(step, "ops", ())):
-        if op.name == "PosterizeIncreasing":
-            op.level_fn = at_least_one_bit
-    return transform
+    def __init__(self, task: Classification) -> None:
+        self.task, self.transform = task, task.eval_transform
+        self.mode = mode_of(task.options.data)
+        self.names = [task.name_of(number) for number in range(task.classes)]
 
+    def read(self, path: Path) -> Any:
+        with path.open("rb") as file:
+            return self.transform(read_picture(file, self.mode))
 
-def at_least_one_bit(level: float, hparams: dict[str, Any]) -> tuple[int]:
-    """How many bits posterizing leaves: as in timm, but not its 0 at the highest level, which Pillow 13 refuses."""
-    return (max(1, 4 - int(level / 10 * 4)),)
+    def predict(self, model: nn.Module, inputs: list[Any]) -> list[Prediction]:
+        images = self.task.normalised(torch.from_numpy(np.stack(inputs)))
+        found = model(images).float().softmax(1).topk(min(MANY, self.task.classes))
+        return [self.prediction(*best) for best in zip(found.values.tolist(), found.indices.tolist(), strict=True)]
 
-
-def eval_transform(data: Data, augment: Augment) -> Callable[[Any], Any]:
-    return create_transform(data.size, crop_pct=data.crop_pct, interpolation=augment.interpolation, use_prefetcher=True)
+    def prediction(self, shares: list[float], numbers: list[int]) -> Prediction:
+        top = [{"class": self.names[n], "probability": p} for p, n in zip(shares, numbers, strict=True)]
+        name, share = self.names[numbers[0]], shares[0]
+        return Prediction([(name, f"{share:.6f}")], {**top[0], "top": top}, f"{name}, {share:.1%}")

@@ -1,0 +1,72 @@
+"""The largest batch that fits, configuration by configuration: predicted, and then measured where there is a GPU."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..config import SBPConfig
+from .estimate import Config, describe, estimate
+from .measure import measure_config
+from .plan import has_rules, largest_batch
+from .sizes import mib
+
+Measure = Callable[[int, Config], int | None]
+"""(batch, config) -> the measured peak in bytes, None if it ran out of memory"""
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest batch with a configuration (0: not even one sample), its predicted peak, and the measured one."""
+
+    config: Config
+    batch: int
+    predicted: int
+    measured: int | None
+
+    def __str__(self) -> str:
+        measured = "" if self.measured is None else f"{mib(self.measured):>12} measured"
+        return f"{describe(self.config):<40}{self.batch:>8}{mib(self.predicted):>12} predicted{measured}"
+
+
+def usual(model: nn.Module) -> list[Config]:
+    """What a user chooses from: exact gradients first, those that need the least memory last."""
+    if has_rules(model) is None:
+        return ["full", "checkpoint"]
+    return ["full", SBPConfig(keep_ratio=1.0), "checkpoint", SBPConfig(), SBPConfig(blocks=1.0)]
+
+
+def largest(
+    model: nn.Module,
+    shape: Sequence[int],
+    usable: int,
+    config: Config,
+    precision: str,
+    optimizer: str,
+    measure: Measure | None = None,
+) -> Largest:
+    """The search begins at ``shape[0]``. A batch whose measured peak is too much is made smaller until it fits."""
+    batch = largest_batch(model, shape, usable, config, precision, optimizer)
+    measured = None
+    while measure is not None and batch > 0:
+        measured = measure(batch, config)
+        if measured is not None and measured <= usable:
+            break
+        share = 0.9 if measured is None else usable / measured
+        batch, measured = min(batch - 1, int(batch * share)), None
+    its = estimate(model, (max(batch, 1), *shape[1:]), config, precision, optimizer)
+    return Largest(config, batch, its.peak, measured)
+
+
+def on_gpu(build: Callable[[], nn.Module], shape: Sequence[int], precision: str, optimizer: str) -> Measure:
+    """A few steps on the GPU that is here."""
+
+    def measure(batch: int, config: Config) -> int | None:
+        torch.cuda.empty_cache()
+        try:
+            return measure_config(build, (batch, *shape[1:]), config, precision, optimizer).peak
+        except torch.OutOfMemoryError:
+            return None
+
+    return measure

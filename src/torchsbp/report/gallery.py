@@ -1,0 +1,57 @@
+"""One HTML page of pictures with captions, nothing outside it."""
+
+import io
+from base64 import b64encode
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING, NamedTuple
+
+from .page import STYLE
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SIDE = 320
+CARDS = """
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(180px, 1fr)); gap: 1rem; }
+.cards figure { padding: .6rem; } .cards img { height: 180px; object-fit: contain; }
+.cards figcaption { margin: .5rem 0 0; overflow-wrap: anywhere; }
+.cards figcaption small { display: block; }
+"""
+
+
+class Card(NamedTuple):
+    picture: bytes
+    """a JPEG file"""
+    name: str
+    caption: str
+
+
+def small(picture: "Image") -> bytes:
+    """As a JPEG file of at most ``SIDE`` pixels a side."""
+    picture = picture.convert("RGB")
+    picture.thumbnail((SIDE, SIDE))
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=85)
+    return file.getvalue()
+
+
+def gallery(cards: Sequence[Card], total: int, unread: Sequence[str]) -> str:
+    """``total``: of how many these are the first; ``unread``: why others are not among them."""
+    shown = f"{total} files" if len(cards) == total else f"The first {len(cards)} of {total} files"
+    missing = "".join(f"<li>{escape(reason)}</li>" for reason in unread)
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Predictions</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        f"<style>{STYLE}{CARDS}</style></head><body><h1>Predictions</h1><p>{shown}</p>"
+        f'<div class="cards">{"".join(map(figure, cards))}</div>'
+        f"{f'<h2>Not read</h2><ul>{missing}</ul>' if unread else ''}</body></html>\n"
+    )
+
+
+def figure(card: Card) -> str:
+    source = f"data:image/jpeg;base64,{b64encode(card.picture).decode()}"
+    return (
+        f'<figure><img loading="lazy" alt="{escape(card.name)}" src="{source}">'
+        f"<figcaption>{escape(card.caption)}<small>{escape(card.name)}</small></figcaption></figure>"
+    )
