@@ -1,4 +1,4 @@
-"""The models that are measured: the papers' Table 1, two whose blocks are run again, video; at usual batch sizes."""
+"""The models that are measured: the papers' Table 1, Swin, DINOv3, EVA02, video; at usual batch sizes."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +9,7 @@ from torch import nn
 
 VIT = ("full", "checkpoint", "sbp query r=0.25", "sbp query r=0.25, saved")
 CONVNEXT = ("full", "checkpoint", "sbp query r=0.5", "sbp query r=0.5, saved")
+RATIOS = ("full", "sbp query r=0.5", "sbp query r=0.25")
 VIDEO = ("full", "checkpoint", "exact, lean (r=1)", *(f"sbp frames r={ratio}" for ratio in (0.5, 0.25, 0.125)))
 BOTH = ("eager", "compiled")
 TINY_SWIN = {"embed_dim": 24, "depths": [1, 1, 2, 1], "num_heads": [1, 2, 2, 4], "window_size": [2, 4, 4]}
@@ -62,6 +63,7 @@ MODELS = {
     "convnext_base": Model("convnext_base", 64, channels_last=True, methods=CONVNEXT, modes=("compiled", "graphs")),
     "dinov3_base": Model("vit_base_patch16_dinov3", 256, methods=VIT, modes=("compiled",)),
     "swin_tiny": Model("swin_tiny_patch4_window7_224", 128, methods=CONVNEXT, modes=("eager", "compiled")),
+    "eva02_base": Model("eva02_base_patch14_224", 64, methods=RATIOS, modes=BOTH),
     "video_swin_tiny": Video("swin3d_t", 16, methods=VIDEO, modes=BOTH),
     "video_swin_base": Video("swin3d_b", 8, methods=VIDEO, modes=BOTH),
     "videomae_base": Video("transformers/VideoMAEForVideoClassification", 16, methods=VIDEO, modes=BOTH, frames=16),
