@@ -27,8 +27,8 @@ ALL, QUERY = ("query", "qkv", "head", "exact"), ("query",)
 class Tiny:
     """How to build a model; the shape of one sample; what its blocks are.
 
-    - ``kind``: "lean" blocks are known part by part, the others run again, on "tokens", on "maps" or in "windows"; a
-      "member" of a family has its published options, and lean blocks, or such that run again, by these.
+    - ``kind``: "lean" blocks are known part by part, the others too or run again, on "tokens", on "maps" or in
+      "windows"; a "member" of a family has its published options, and lean blocks, or such that run again, by these.
     - ``rules``: those that its blocks have.
     - ``drop_path``: the library's option for stochastic depth; "" where it has none.
     - ``same_bits``: whether a patched model's output is equal bit for bit; otherwise its sums are in another order.
@@ -220,9 +220,9 @@ GROUPED = {"num_kv_heads": 1} if "num_kv_heads" in EVA else {}
 NORMED = {"qk_norm": True} if "qk_norm" in EVA else {}
 
 
-def tokens(name: str, *, same_bits: bool = True, **options: Any) -> Tiny:
+def tokens(name: str, *, same_bits: bool = True, rules: tuple[str, ...] = QUERY, **options: Any) -> Tiny:
     sizes = VIT_SIZES | {"img_size": (32, 48), "patch_size": 8}
-    return Tiny(of_timm(name, **sizes | options), "tokens", (3, 32, 48), same_bits=same_bits)
+    return Tiny(of_timm(name, **sizes | options), "tokens", (3, 32, 48), rules, same_bits=same_bits)
 
 
 def mixer(**options: Any) -> Tiny:
@@ -233,14 +233,14 @@ def mixer(**options: Any) -> Tiny:
 # PyTorch takes another attention kernel where it need not differentiate a bias: forward is equal to rounding.
 learned_bias = partial(tokens, same_bits=False)
 TOKENS = {
-    "swiglu": tokens("vit_tiny_patch16_224", mlp_layer=SwiGLU, init_values=0.5),
+    "swiglu": tokens("vit_tiny_patch16_224", mlp_layer=SwiGLU, init_values=0.5, rules=ALL, same_bits=False),
     "packed swiglu": tokens("vit_tiny_patch16_224", mlp_layer=SwiGLUPacked, scale_attn_norm=True, scale_mlp_norm=True),
     "differential attention": tokens("vit_tiny_patch16_224", attn_layer="diff", qk_norm=True, embed_dim=48),
     "parallel": tokens("vit_tiny_patch16_224", block_fn=vit.ParallelThingsBlock, init_values=0.5),
     "one piece": tokens("vit_tiny_patch16_224", block_fn=vit.ParallelScalingBlock, qk_norm=True),
     "post norm": tokens("vit_tiny_patch16_224", block_fn=vit.ResPostBlock, init_values=0.5),
     "eva": tokens("eva_giant_patch14_224"),
-    "eva02": tokens("eva02_tiny_patch14_224"),
+    "eva02": tokens("eva02_tiny_patch14_224", rules=ALL),
     "eva post norm": tokens("eva_giant_patch14_224", use_post_norm=True, use_rot_pos_emb=True, scale_attn_inner=True),
     "dinov3": tokens("vit_small_patch16_dinov3", init_values=0.5),
     "dinov3 split qkv": tokens("vit_small_plus_patch16_dinov3", qkv_fused=False, attn_type="rope", **GROUPED),

@@ -20,7 +20,7 @@ from .commands import run
 def test_help_lists_the_commands(capsys):
     status, out, _ = run(capsys)
     assert status == 0
-    expected = "eval export models plan predict profile recipe recipes report study train"
+    expected = "detect eval export frames models plan predict profile recipe recipes report study targets train"
     assert " ".join(main.commands()) == expected
     assert all(f"  {name} " in out and command.PURPOSE in out for name, command in main.commands().items())
 
@@ -173,7 +173,7 @@ def test_misuse_is_told_in_one_message(capsys, argv, message):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["plan", "test_vit"], "the following arguments are required: --memory"),
+        (["plan"], "the following arguments are required: MODEL"),
         (["profile", "test_vit", "--batch", "0"], "'0' is not a whole number above 0"),
         (["profile", "test_vit", "--recompute", "some"], "'some' is not true, false or a number"),
         (["profile", "test_vit", "--methods", "magic"], "invalid choice: 'magic'"),

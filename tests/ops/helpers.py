@@ -14,13 +14,16 @@ def param(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return (torch.randn(*shape, dtype=dtype) * 0.5).requires_grad_()
 
 
-def mlp_params(c: int, hidden: int, *, bias: bool = True, scale: bool = True, **kw) -> MLPParams:
+def mlp_params(
+    c: int, hidden: int, *, bias: bool = True, scale: bool = True, gated: bool = False, inner_norm: bool = False, **kw
+) -> MLPParams:
     def b(n: int) -> Tensor | None:
         return param(n, **kw) if bias else None
 
+    width = 2 * hidden if gated else hidden
     return MLPParams(
-        param(c, **kw), b(c), param(hidden, c, **kw), b(hidden), param(c, hidden, **kw), b(c),
-        param(c, **kw) if scale else None,
+        param(c, **kw), b(c), param(width, c, **kw), b(width), param(c, hidden, **kw), b(c),
+        param(c, **kw) if scale else None, *((param(hidden, **kw), b(hidden)) if inner_norm else ()),
     )  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def test_gradcheck_at_ratio_one():
     assert torch.autograd.gradcheck(lambda x, *p: attention_branch(x, None, AttentionParams(*p), spec), (x, *p))
 
 
-@pytest.mark.parametrize("frozen", AttentionParams._fields)
+@pytest.mark.parametrize("frozen", [name for name in AttentionParams._fields if name not in ("score_bias", "rope")])
 def test_frozen_parameter_gets_no_gradient_and_the_others_keep_theirs(frozen):
     x, dy, p = inputs(qk_norm=True)
     rows, spec = kept_rows(B, N, 0.5), spec_of("query", qk_norm=Norm())
@@ -90,4 +90,15 @@ def test_frozen_parameter_gets_no_gradient_and_the_others_keep_theirs(frozen):
     getattr(p, frozen).requires_grad_(False)
     ours = gradients(attention_branch(x, rows, p, spec), dy, (x, *p))
     for name, a, b in zip(("x", *p._fields), ours, everything, strict=True):
-        assert a is None if name == frozen else torch.allclose(a, b, rtol=1e-12, atol=1e-14)
+        assert a is None if name in (frozen, "score_bias", "rope") else torch.allclose(a, b, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("rule", ["query", "qkv", "head"])
+@pytest.mark.parametrize("qk_norm", [None, Norm()])
+@pytest.mark.parametrize("half, by_head", [(False, False), (True, False), (True, True)])
+def test_rotary_embeddings_equal_reference(rule, qk_norm, half, by_head):
+    x, dy, p = inputs(qk_norm=qk_norm is not None)
+    rope = torch.randn(*([HEADS] if by_head else []), N, 2 * C // HEADS, dtype=x.dtype, requires_grad=True)
+    p = p._replace(rope=rope)
+    rows, heads = (None, torch.tensor([0, 2])) if rule == "head" else (kept_rows(B, N, 0.25), None)
+    check(x, dy, p, rows, heads, spec_of(rule, qk_norm=qk_norm, rotate_half=half))

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from torchsbp.ops import reference
-from torchsbp.ops.activations import ACTIVATIONS
+from torchsbp.ops.activations import ACTIVATIONS, GATED
 from torchsbp.ops.layers import BackwardOptions, Norm
 from torchsbp.ops.mlp import MLPParams, MLPSpec, mlp_branch
 from torchsbp.ops.rows import RowWeight
@@ -60,6 +60,20 @@ def test_variants_equal_reference(act, norm, bias, scale):
     assert_same_gradients(gradients(ours, dy, (x, *p)), gradients(theirs, dy, (x, *p)))
 
 
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("inner_norm", [None, Norm(1e-5), Norm(1e-6, "rms")])
+@pytest.mark.parametrize("act", ["silu", *(GATED + name for name in ACTIVATIONS)])
+def test_gates_and_inner_norms_equal_reference(act, inner_norm, recompute):
+    x, dy, p = inputs(gated=act.startswith(GATED), inner_norm=inner_norm is not None)
+    if inner_norm is not None and inner_norm.kind == "rms":
+        p = p._replace(inner_norm_bias=None)
+    rows, spec = kept_rows(B, N, 0.5), MLPSpec(act=act, inner_norm=inner_norm)
+    ours = mlp_branch(x, rows, p, spec, options=BackwardOptions(recompute=recompute))
+    theirs = reference.mlp_branch(x, rows, p, spec)
+    assert torch.equal(ours, theirs)
+    assert_same_gradients(gradients(ours, dy, (x, *p)), gradients(theirs, dy, (x, *p)))
+
+
 def test_without_residual_on_channels_first_maps():
     """As ConvNeXt uses it: a permuted view, the residual added elsewhere."""
     torch.manual_seed(0)
@@ -75,15 +89,16 @@ def test_without_residual_on_channels_first_maps():
 def test_gradcheck_at_ratio_one():
     torch.manual_seed(0)
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
-    p = mlp_params(4, 6)
-    assert torch.autograd.gradcheck(lambda x, *p: mlp_branch(x, None, MLPParams(*p)), (x, *p))
+    p, spec = mlp_params(4, 6, inner_norm=True), MLPSpec(inner_norm=Norm())
+    assert torch.autograd.gradcheck(lambda x, *p: mlp_branch(x, None, MLPParams(*p), spec), (x, *p))
 
 
 def test_weight_scale_multiplies_weight_gradients_only():
-    x, dy, p = inputs()
+    x, dy, p = inputs(inner_norm=True)
     rows = kept_rows(B, N, 0.25)
-    plain = gradients(mlp_branch(x, rows, p), dy, (x, *p))
-    scaled = gradients(mlp_branch(x, rows, p, options=BackwardOptions(weight_scale=4.0)), dy, (x, *p))
+    spec = MLPSpec(inner_norm=Norm())
+    plain = gradients(mlp_branch(x, rows, p, spec), dy, (x, *p))
+    scaled = gradients(mlp_branch(x, rows, p, spec, options=BackwardOptions(weight_scale=4.0)), dy, (x, *p))
     assert torch.equal(plain[0], scaled[0])
     for a, b in zip(plain[1:], scaled[1:], strict=True):
         assert torch.equal(4 * a, b)
@@ -91,10 +106,10 @@ def test_weight_scale_multiplies_weight_gradients_only():
 
 @pytest.mark.parametrize("frozen", MLPParams._fields)
 def test_frozen_parameter_gets_no_gradient_and_the_others_keep_theirs(frozen):
-    x, dy, p = inputs()
-    rows = kept_rows(B, N, 0.5)
-    everything = gradients(mlp_branch(x, rows, p), dy, (x, *p))
+    x, dy, p = inputs(inner_norm=True)
+    rows, spec = kept_rows(B, N, 0.5), MLPSpec(inner_norm=Norm())
+    everything = gradients(mlp_branch(x, rows, p, spec), dy, (x, *p))
     getattr(p, frozen).requires_grad_(False)
-    ours = gradients(mlp_branch(x, rows, p), dy, (x, *p))
+    ours = gradients(mlp_branch(x, rows, p, spec), dy, (x, *p))
     for name, a, b in zip(("x", *p._fields), ours, everything, strict=True):
         assert a is None if name == frozen else torch.allclose(a, b, rtol=1e-12, atol=0)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torchsbp.ops import reference
 from torchsbp.ops import rows as R
+from torchsbp.ops.window_attention import Cut
 from torchsbp.ops.windows import Windows, cut, cut_kept, join_kept, kept_scores
 
 from .helpers import assert_same_gradients, gradients, param
@@ -35,7 +36,9 @@ def windows(grid: tuple[int, int], shared: bool, regions: bool) -> tuple[Windows
         kept = kept.index_select(1, filled)
     rows = (kept + n * torch.arange(B)[:, None]).flatten()
     numbers = torch.randint(2, (number, AREA)) if regions else None
-    return Windows(grid, WINDOW, places, slots, filled, numbers), rows
+    beyond = (of_row < 0).cumsum(0) + n - 1
+    rows_in_slots = of_row.where(of_row >= 0, beyond).view(number, AREA)
+    return Windows(grid, WINDOW, places, slots, filled, numbers, Cut(rows_in_slots, numbers)), rows
 
 
 def kept_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, w: Windows, rows: Tensor) -> Tensor:
@@ -58,7 +61,7 @@ def test_kept_rows_equal_reference(grid, shared, regions):
     w, rows = windows(grid, shared, regions)
     leaves = [param(B, HEADS, math.prod(grid), D) for _ in range(3)] + [param(HEADS, AREA, AREA)]
     ours = kept_attention(*leaves, w, rows)
-    theirs = reference.window_attention(*leaves, w).transpose(1, 2).flatten(2)
+    theirs = reference.window_attention(*leaves, None, w.cut, D**-0.5).transpose(1, 2).flatten(2)
     torch.testing.assert_close(R.flat(ours), R.take(theirs, rows), rtol=1e-12, atol=1e-12)
     dy = torch.randn_like(theirs)
     expected = gradients(reference.gate(theirs, rows), dy, leaves)

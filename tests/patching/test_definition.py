@@ -5,9 +5,12 @@ import re
 
 import pytest
 import torch
+from torch import nn
 
 import torchsbp
 from torchsbp import SBPConfig
+from torchsbp.adapters.lean import Lean
+from torchsbp.patching.site import patched_modules
 
 from ..models import MODELS
 from ..oracle import check_definition
@@ -65,13 +68,15 @@ def test_odd_sizes(name, size):
 def test_forward_is_bit_identical(name):
     """With stochastic depth; where sums are in another order, to rounding. So are those of lean blocks in float64."""
     tiny = MODELS[name]
-    plain, lean = tiny.model(drop_path=0.5), tiny.kind in ("lean", "member")
-    for dtype, same_bits, rounding in (
-        (torch.float64, tiny.same_bits and not lean, 1e-13),
-        (torch.float32, tiny.same_bits, 2e-6),
-    ):
+    plain = tiny.model(drop_path=0.5)
+    for dtype, rounding in ((torch.float64, 1e-13), (torch.float32, 2e-6)):
         plain, x = plain.to(dtype), tiny.images().to(dtype)
         model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5)
         y, expected = step(model, x)[0], step(plain, x)[0]
+        same_bits = tiny.same_bits and not (dtype == torch.float64 and has_lean_blocks(model))
         limit = 0 if same_bits else rounding * expected.abs().max()
         assert (y - expected).abs().max() <= limit
+
+
+def has_lean_blocks(model: nn.Module) -> bool:
+    return any(isinstance(getattr(site.sbp, "description", None), Lean) for _, site in patched_modules(model))

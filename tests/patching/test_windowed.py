@@ -114,14 +114,15 @@ def saved(model: nn.Module, x: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("name", ["swin", "swin v2", "torchvision swin"])
-def test_a_recomputed_block_saves_its_input_alone(name):
-    """Two more blocks, with and without shift: B N C numbers more for each, whether they are sampled or not."""
-    family = WINDOWS[name]
-    for blocks in ([0, 1], [0, 1, 2, 3]):
+def test_a_recomputed_block_saves_its_input_and_kept_rows_of_attention(name):
+    """Two more blocks, with and without shift: B N C numbers more for each, and of attention known part by part the
+    kept rows of its output and log-sum-exp (C + H numbers each, and the bias)."""
+    family, rows = WINDOWS[name], 2 * 256
+    for blocks, ratio in (([0, 1], 1), ([0, 1, 2, 3], 0.5)):
         short = torchsbp.apply(family.model(depths=(2, 2)), keep_ratio=0.5, blocks=[0, 1])
         long = torchsbp.apply(family.model(depths=(4, 2)), keep_ratio=0.5, blocks=blocks)
-        more = 2 * 2 * 2 if name == "torchvision swin" else 0  # stochastic depth's factors, also where p = 0
-        assert (saved(long, family.images()) - saved(short, family.images())) // 8 == 2 * 2 * 256 * 12 + more
+        attention = 0 if name == "swin v2" else int(ratio * rows) * (12 + 2) + 2 * 16 * 16
+        assert (saved(long, family.images()) - saved(short, family.images())) // 8 == 2 * (rows * 12 + attention)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -192,11 +193,11 @@ def test_dropout_is_refused_by_name(name, options, message):
     assert not any(isinstance(m, Site) for m in model.modules())
 
 
-@pytest.mark.parametrize("rule", ["qkv", "head"])
-def test_rules_that_windows_do_not_have(rule):
-    message = rf"layers.0.blocks.0: attention='{rule}' is not allowed here; allowed: 'query'"
+@pytest.mark.parametrize("name, rule, allowed", [("swin", "head", "'query', 'qkv'"), ("swin v2", "qkv", "'query'")])
+def test_rules_that_windows_do_not_have(name, rule, allowed):
+    message = rf"layers.0.blocks.0: attention='{rule}' is not allowed here; allowed: {allowed}\n"
     with pytest.raises(ValueError, match=message):
-        torchsbp.apply(WINDOWS["swin"].model(), attention=rule)
+        torchsbp.apply(WINDOWS[name].model(), attention=rule)
 
 
 def test_another_attention_is_refused_by_name():

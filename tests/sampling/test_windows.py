@@ -42,7 +42,9 @@ def positions_in(partition: Partition) -> torch.Tensor:
 @pytest.mark.parametrize("partition", CASES, ids=str)
 def test_positions_are_where_shift_and_window_put_them(partition):
     expected, n = positions_in(partition), math.prod(partition.grid)
-    assert torch.equal(partition.positions(torch.device("cpu")), expected.where(expected >= 0, n))
+    places = partition.places(torch.device("cpu"))
+    assert torch.equal(places.where(places < n, -1), expected)
+    assert torch.equal(places.flatten().sort().values, torch.arange(expected.numel()))
     slots = first_in_each(order_of(partition), partition, 0.5)[1].slot_of_row
     assert torch.equal(expected.flatten()[slots], torch.arange(n))
 
@@ -59,13 +61,13 @@ def test_unequal_regions_are_where_timm_masks(grid):
 @pytest.mark.parametrize("partition", CASES, ids=str)
 def test_every_window_keeps_its_first_positions_by_the_order(partition, ratio):
     order = order_of(partition)
-    k = max(1, round(ratio * partition.area))
     kept, _ = first_in_each(order, partition, ratio)
     for sample, rank in zip(kept, order.argsort(1), strict=True):
         expected = []
         for window in positions_in(partition):
             real = window[window >= 0]
-            expected.append(real[rank[real].argsort()][:k])
+            share = max(1, round(ratio * len(real)))  # of what is no padding
+            expected.append(real[rank[real].argsort()][:share])
         assert torch.equal(sample, torch.cat(expected))
 
 

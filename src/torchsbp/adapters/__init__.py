@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from ..errors import UsageError, UsageTypeError
-from . import timm, torchvision, transformers
+from . import timm, torchvision, transformers, transformers_swin
 from .base import Adapter
 from .layouts import Layout, Stage
 from .rerun import Mixer, Residual
@@ -16,7 +16,9 @@ __all__ = [
     "registered",
 ]  # fmt: skip
 
-ADAPTERS: list[Adapter] = [*timm.ADAPTERS, *torchvision.ADAPTERS, *transformers.ADAPTERS]
+ADAPTERS: list[Adapter] = [
+    *timm.ADAPTERS, *torchvision.ADAPTERS, *transformers.ADAPTERS, *transformers_swin.ADAPTERS,
+]  # fmt: skip
 
 Backbone = tuple[str, nn.Module, Adapter, Layout]
 """Its name in the model, the module, and how it is described."""

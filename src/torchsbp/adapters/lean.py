@@ -32,9 +32,12 @@ PER_SAMPLE_DROPS = (
     "torch.nn.modules.linear.Identity",
     "timm.layers.drop.DropPath",
     "torchvision.ops.stochastic_depth.StochasticDepth",
+    "transformers.models.swin.modeling_swin.SwinDropPath",
+    "transformers.models.maskformer.modeling_maskformer_swin.MaskFormerDropPath",
     "transformers.models.convnext.modeling_convnext.ConvNextDropPath",
     "transformers.models.convnextv2.modeling_convnextv2.ConvNextV2DropPath",
     "transformers.models.dinov3_convnext.modeling_dinov3_convnext.Dinov3ConvnextDropPath",
+    "transformers.models.dinov3_vit.modeling_dinov3_vit.Dinov3ViTDropPath",
     "transformers.models.dinov2.modeling_dinov2.Dinov2DropPath",
     "transformers.models.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersDropPath",
 )
@@ -63,8 +66,10 @@ class TransformerBlock(Lean):
     """``x + drop1(scale1(proj(attention(norm1(x)))))``, then ``x + drop2(scale2(fc2(act(fc1(norm2(x))))))``.
 
     ``qkv`` is a layer, or its weight where that is a parameter of the attention module (``in_proj_weight``), or the
-    three layers for queries, keys and values. ``softmax_scale`` is one over the root of a head's width where it is not
-    said; ``fused`` names what says how attention is computed (``FUSED``).
+    three layers for queries, keys and values; ``qkv_bias`` are their biases where these are not the layer's.
+    ``softmax_scale`` is one over the root of a head's width where it is not said; ``fused`` names what says how
+    attention is computed (``FUSED``). If the MLP is ``gated``, ``act`` is that of the first half of ``fc1``, which may
+    be two layers; ``inner_norm`` comes behind it.
     """
 
     called: ClassVar[tuple[str, ...]] = ("drop1", "drop2")
@@ -74,14 +79,17 @@ class TransformerBlock(Lean):
     softmax_scale: str = "attn.scale"
     fused: str = "attn.fused_attn"
     qkv: str | tuple[str, str, str] = "attn.qkv"
+    qkv_bias: tuple[str, ...] = ()
     q_norm: str = "attn.q_norm"
     k_norm: str = "attn.k_norm"
     proj: str = "attn.proj"
     scale1: str = "ls1.gamma"
     drop1: str = "drop_path1"
     norm2: str = "norm2"
-    fc1: str = "mlp.fc1"
+    fc1: str | tuple[str, str] = "mlp.fc1"
     act: str = "mlp.act"
+    gated: bool = False
+    inner_norm: str = ""
     fc2: str = "mlp.fc2"
     scale2: str = "ls2.gamma"
     drop2: str = "drop_path2"
@@ -91,9 +99,25 @@ class TransformerBlock(Lean):
         norms = [find(block, name) for name in (self.q_norm, self.k_norm)]
         if len({(type(n), getattr(n, "eps", None)) for n in norms}) > 1:
             yield f"{self.q_norm} and {self.k_norm} differ: {norms}"
+        if not isinstance(self.qkv, str):
+            widths = [getattr(find(block, name), "out_features", None) for name in self.qkv]
+            if len(set(widths)) > 1:
+                yield f"{', '.join(self.qkv)} have {widths} outputs; supported: equally many"
 
     def heads_of(self, block: nn.Module) -> int:
         return int(find(block, self.heads))
+
+
+@dataclass(frozen=True)
+class RotaryBlock(TransformerBlock):
+    """A ``TransformerBlock`` whose queries and keys are turned by rotary embeddings, given by its caller.
+
+    ``rope`` names that argument: sine and cosine side by side, or a pair (cosine, sine), for all rows but the first,
+    class and register tokens. ``rotate_half`` names what says which pairs are turned, or is that itself.
+    """
+
+    rope: str = "rope"
+    rotate_half: str | bool = "attn.rotate_half"
 
 
 @dataclass(frozen=True)
@@ -231,6 +255,7 @@ _CHECKS = {
     "norm2": _check_norm,
     "q_norm": _check_optional_norm,
     "k_norm": _check_optional_norm,
+    "inner_norm": _check_optional_norm,
     "heads": _check_heads,
     "fused": _check_fused,
     "qkv": _check_qkv,

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from . import windowed as W
 from .base import Adapter, Plain
 from .layouts import Grid, Layout, Shrink, Stage, channels_last_grid, early_stages, halved, member_names
-from .lean import LINEARS, ConvBlock, Downsample, TransformerBlock
+from .lean import LINEARS, ConvBlock, Downsample, RotaryBlock, TransformerBlock
 from .names import find
 from .rerun import Mixer, Patches, PointwiseBlock, Residual
-from .windowed import Windowed
+from .windowed import InWindows, WindowBlock, Windowed
 
 # Where timm keeps it, and where it was before.
 ATTENTION = ("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention")
+EVA_ATTENTION = ("timm.models.eva.EvaAttention", "timm.layers.attention.AttentionRope")
 MLP = ("timm.layers.mlp.Mlp",)
 
 
@@ -83,18 +84,33 @@ def like_vit(model: str, **changes: Any) -> Layout:
     return replace(VIT_LAYOUT, model=f"timm.models.{model}", **changes)
 
 
+MLPS: tuple[dict[str, Any], ...] = (
+    {"mlp": ("timm.layers.mlp.Mlp",)},
+    {"mlp": ("timm.layers.mlp.GluMlp",), "gated": True},
+    {"mlp": ("timm.layers.mlp.SwiGLU",), "gated": True, "fc1": ("mlp.fc1_g", "mlp.fc1_x")},
+)
+"""The classes of MLPs, and what is otherwise in them."""
+DROPOUTS = ("attn.attn_drop", "attn.proj_drop", "mlp.drop1", "mlp.drop2")
+NOT_IN_ATTENTION = ("attn.norm", "attn.gate", "mlp.gate_last")
+
+
+def lean(description: TransformerBlock, *attentions: dict[str, Any]) -> tuple[TransformerBlock, ...]:
+    """One for every kind of attention and MLP: names of parts, and under "attn" and "mlp" the classes of these."""
+    found = []
+    for parts in ({**attention, **mlp} for attention in attentions for mlp in MLPS):
+        classes = {"attn": parts.pop("attn"), "mlp": parts.pop("mlp")}
+        found.append(
+            replace(description, classes=classes, idle=(*DROPOUTS, *NOT_IN_ATTENTION), inner_norm="mlp.norm", **parts)
+        )
+    return tuple(found)
+
+
 VIT = Adapter(
     name="timm ViT",
     layouts=VIT_LAYOUT,
     blocks={
         "timm.models.vision_transformer.Block": (
-            TransformerBlock(
-                idle=(
-                    *("attn.attn_drop", "attn.norm", "attn.gate", "attn.proj_drop"),
-                    *("mlp.drop1", "mlp.norm", "mlp.drop2"),
-                ),
-                classes={"attn": ATTENTION, "mlp": MLP},
-            ),
+            *lean(TransformerBlock(), {"attn": ATTENTION}),
             PRE_NORM,
         ),
         "timm.models.vision_transformer.ResPostBlock": POST_NORM,
@@ -107,7 +123,17 @@ VIT = Adapter(
 EVA = Adapter(
     name="timm EVA",
     layouts=like_vit("eva.Eva"),
-    blocks={"timm.models.eva.EvaBlock": PRE_NORM, "timm.models.eva.EvaBlockPostNorm": POST_NORM},
+    blocks={
+        "timm.models.eva.EvaBlock": (
+            *lean(
+                RotaryBlock(scale1="gamma_1", scale2="gamma_2"),
+                {"attn": EVA_ATTENTION, "qkv_bias": ("attn.q_bias", "attn.k_bias", "attn.v_bias")},
+                {"attn": EVA_ATTENTION, "qkv": ("attn.q_proj", "attn.k_proj", "attn.v_proj")},
+            ),
+            PRE_NORM,
+        ),
+        "timm.models.eva.EvaBlockPostNorm": POST_NORM,
+    },
 )
 
 BEIT = Adapter(name="timm BEiT", layouts=like_vit("beit.Beit"), blocks={"timm.models.beit.Block": PRE_NORM})
@@ -183,16 +209,16 @@ HYBRID = Adapter(
 
 
 def swin(
-    name: str, file: str, model: str, block: str, layout: Layout, description: Windowed, attention: str
+    name: str, file: str, model: str, block: str, layout: Layout, attention: str, *descriptions: InWindows
 ) -> Adapter:
     """Attention is of that class; its projection is a linear layer."""
     path = f"timm.models.{file}."
-    classes = {"attn": (path + attention,), "attn.qkv": LINEARS}
+    classes = {"attn": (path + attention,), "attn.qkv": LINEARS, "mlp": MLP}
     return Adapter(
         name=name,
         layouts=with_features(replace(layout, model=path + model)),
         default_blocks=early_stages,
-        blocks={path + block: replace(description, classes=classes)},
+        blocks={path + block: tuple(replace(its, classes=classes) for its in descriptions)},
     )
 
 
@@ -200,17 +226,17 @@ LAYERS = Layout("", grid=channels_last_grid, stages=partial(stages, "layers", ha
 
 SWIN = swin(
     *("timm Swin", "swin_transformer", "SwinTransformer", "SwinTransformerBlock"),
-    *(LAYERS, Windowed(), "WindowAttention"),
+    *(LAYERS, "WindowAttention", WindowBlock(idle=(*DROPOUTS, "mlp.norm")), Windowed()),
 )
 SWIN_V2 = swin(
     *("timm Swin v2", "swin_transformer_v2", "SwinTransformerV2", "SwinTransformerV2Block"),
-    *(LAYERS, Windowed(post_norm=True, kept_query_attention=W.timm_v2_attention), "WindowAttention"),
+    *(LAYERS, "WindowAttention", Windowed(post_norm=True, kept_query_attention=W.timm_v2_attention)),
 )
 SWIN_V2_CR = swin(
     *("timm Swin v2 CR", "swin_transformer_v2_cr", "SwinTransformerV2Cr", "SwinTransformerV2CrBlock"),
     Layout("", stages=partial(stages, "stages", halved)),
-    Windowed(constant=("attn.meta_mlp",), post_norm=True, last="norm3", kept_query_attention=W.timm_cr_attention),
     "WindowMultiHeadAttention",
+    Windowed(constant=("attn.meta_mlp",), post_norm=True, last="norm3", kept_query_attention=W.timm_cr_attention),
 )
 
 ADAPTERS = (VIT, EVA, BEIT, RELATIVE_VIT, MIXER, CONVNEXT, HYBRID, SWIN, SWIN_V2, SWIN_V2_CR)

@@ -10,7 +10,7 @@ from . import windowed as W
 from .base import Adapter
 from .layouts import Grid, Layout, Shrink, Stage, channels_last_grid, early_stages, halved, member_names, output_grid
 from .lean import LINEARS, ConvBlock, Downsample, TransformerBlock
-from .windowed import Windowed
+from .windowed import WindowBlock, Windowed
 
 TRACED = "torchvision.models.feature_extraction.DualGraphModule"
 FEATURES = ("torchvision.models._utils.IntermediateLayerGetter", "torch.nn.modules.container.Sequential")
@@ -105,21 +105,41 @@ def shrunk_sizes(block: Any, grid: Grid) -> tuple[Grid, Grid]:
     return tuple(min(n, w) for n, w in zip(grid, window, strict=True)), shift
 
 
+CUT: dict[str, Any] = {"sizes": unshifted_sizes, "pads_first": True}
+
+
 def swin_block(attention: str, **changes: Any) -> Windowed:
-    """Attention is of that class; its projection is a linear layer."""
+    """A block that is run again. Attention is of that class; its projection is a linear layer."""
     description = Windowed(
         idle=("attn.attention_dropout", "attn.dropout"),
         classes={"attn": (f"torchvision.models.{attention}",), "attn.qkv": LINEARS},
         attention_drop="stochastic_depth",
         mlp_drop="stochastic_depth",
-        sizes=unshifted_sizes,
-        pads_first=True,
         kept_query_attention=W.torchvision_attention,
+        **CUT,
+    )
+    return replace(description, **changes)
+
+
+def lean_swin_block(attention: str, **changes: Any) -> WindowBlock:
+    """The same, known part by part."""
+    description = WindowBlock(
+        idle=("attn.attention_dropout", "attn.dropout", "mlp.2", "mlp.4"),
+        classes={"attn": (f"torchvision.models.{attention}",), "mlp": ("torchvision.ops.misc.MLP",)},
+        softmax_scale="",
+        drop1="stochastic_depth",
+        fc1="mlp.0",
+        act="mlp.1",
+        fc2="mlp.3",
+        drop2="stochastic_depth",
+        score_bias=W.torchvision_bias,
+        **CUT,
     )
     return replace(description, **changes)
 
 
 BLOCK = "torchvision.models.swin_transformer.SwinTransformerBlock"
+ATTENTION_3D = "video.swin_transformer.ShiftedWindowAttention3d"
 
 SWIN = Adapter(
     name="torchvision Swin",
@@ -133,7 +153,10 @@ SWIN = Adapter(
     ),
     default_blocks=early_stages,
     blocks={
-        BLOCK: swin_block("swin_transformer.ShiftedWindowAttention"),
+        BLOCK: (
+            lean_swin_block("swin_transformer.ShiftedWindowAttention"),
+            swin_block("swin_transformer.ShiftedWindowAttention"),
+        ),
         f"{BLOCK}V2": swin_block(
             "swin_transformer.ShiftedWindowAttentionV2",
             post_norm=True,
@@ -151,10 +174,9 @@ VIDEO_SWIN = Adapter(
     ),
     default_blocks=early_stages,
     blocks={
-        BLOCK: swin_block(
-            "video.swin_transformer.ShiftedWindowAttention3d",
-            sizes=shrunk_sizes,
-            kept_query_attention=W.torchvision_3d_attention,
+        BLOCK: (
+            lean_swin_block(ATTENTION_3D, sizes=shrunk_sizes, score_bias=W.torchvision_3d_bias),
+            swin_block(ATTENTION_3D, sizes=shrunk_sizes, kept_query_attention=W.torchvision_3d_attention),
         )
     },
 )

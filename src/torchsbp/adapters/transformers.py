@@ -1,5 +1,5 @@
 """Hugging Face transformers: ViT, DeiT, BEiT, VitPose, DINOv2, DINOv3, the vision towers of CLIP and SigLIP, VideoMAE,
-ConvNeXt, Swin; models, and backbones that give feature maps.
+ConvNeXt; models, and backbones that give feature maps.
 
 Releases name the same parts differently: a block class with two descriptions has had both.
 """
@@ -10,16 +10,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import UsageError
-from . import windowed as W
 from .base import Adapter, Description
-from .layouts import Grid, Layout, Stage, early_stages, halved, member_names
-from .lean import ConvBlock, DownsampleList, TransformerBlock
+from .layouts import Layout, Stage, early_stages, member_names
+from .lean import ConvBlock, DownsampleList, RotaryBlock, TransformerBlock
 from .names import find
 from .rerun import Mixer, PointwiseBlock, Residual
-from .windowed import Windowed
 
 OLDEST = (5, 6)  # before, the towers of CLIP and SigLIP were nested otherwise and VideoMAE's biases lay elsewhere
 
@@ -84,6 +82,7 @@ MLP: Names = {"fc1": "mlp.fc1", "act": "mlp.activation_fn", "fc2": "mlp.fc2"}
 OLD_MLP: Names = {**MLP, "act": "mlp.activation"}
 INTERMEDIATE: Names = {"fc1": "intermediate.dense", "act": "intermediate.intermediate_act_fn", "fc2": "output.dense"}
 LAYER_SCALE: Names = {"scale1": "layer_scale1.lambda1", "scale2": "layer_scale2.lambda1"}
+IGNORED = ("num_items_in_batch", "output_hidden_states", "return_dict")
 DROP_PATH: Names = {"drop1": "drop_path", "drop2": "drop_path"}
 
 
@@ -96,7 +95,7 @@ def block(cls: str, norm1: str, norm2: str, *parts: Names, classes: dict[str, st
         norm1=norm1,
         norm2=norm2,
         classes={name: (cls + kind,) for name, kind in classes.items()},
-        ignored=("num_items_in_batch", "output_hidden_states", "return_dict"),
+        ignored=IGNORED,
         **names,  # type: ignore[arg-type]
     )
 
@@ -201,39 +200,24 @@ def convnext(
     )
 
 
-def swin_stages(model: nn.Module) -> list[Stage]:
-    """Patch merging ends the stage before."""
-    names = member_names(model, "encoder.layers")
-    blocks = [member_names(model, f"{name}.blocks") for name in names]
-    between = [f"{name}.downsample" for name in names]
-    return [Stage(its, between[i - 1], halved) if i else Stage(its) for i, its in enumerate(blocks)]
+DINOV3_CLASSES = family("dinov3_vit", "DINOv3ViT")
 
 
-def given_grid(entry: nn.Module, x: Tensor, y: Any) -> Grid:
-    """Behind its tokens, the embedding gives their grid."""
-    return tuple(y[1])
-
-
-def clamped_sizes(block: Any, grid: Grid) -> tuple[Grid, Grid]:
-    """Square windows, no larger than the shorter side; then there is no shift at all."""
-    window, shift = W.own_sizes(block, grid)
-    shorter = min(grid)
-    return (window, shift) if shorter > window[0] else ((shorter,) * len(grid), (0,) * len(grid))
-
-
-def swin(name: str, cls: str, description: Windowed, models: tuple[str, ...] = MODELS) -> Adapter:
-    layout = Layout("", "embeddings", given_grid, swin_stages)
-    block = replace(
-        description,
-        classes={"attention": (f"{cls}Attention",)},
-        attention="attention",
-        attention_norm="layernorm_before",
-        attention_drop="drop_path",
-        mlp_norm="layernorm_after",
-        pads_first=True,
-        pair=True,
+def dinov3_block(mlp: str, **names: Any) -> RotaryBlock:
+    attention_names = attention(
+        *("attention", ("q_proj", "k_proj", "v_proj"), "attention.o_proj", "num_heads", "scaling"),
+        "attention.dropout",
     )
-    return Adapter(f"transformers {name}", {f"{cls}Layer": block}, layouts(cls, models, layout), early_stages)
+    classes = {"attention": "Attention", "mlp": mlp, "layer_scale1": "LayerScale", "layer_scale2": "LayerScale"}
+    parts: Names = {"q_norm": "", "k_norm": "", "act": "mlp.act_fn", "fc2": "mlp.down_proj"}
+    parts |= attention_names | LAYER_SCALE | DROP_PATH | names
+    return RotaryBlock(
+        classes={name: (DINOV3_CLASSES + kind,) for name, kind in classes.items()},
+        ignored=IGNORED,
+        rope="position_embeddings",
+        rotate_half=True,
+        **parts,
+    )
 
 
 REGISTERS_CLASSES = family("dinov2_with_registers", "Dinov2WithRegisters")
@@ -245,7 +229,9 @@ DINOV2 = dinov2("DINOv2", family("dinov2", "Dinov2"), prefix=1)
 DINOV2_REGISTERS = dinov2("DINOv2 with registers", REGISTERS_CLASSES, prefix=class_and_registers)
 DINOV3 = transformer(
     "DINOv3",
-    family("dinov3_vit", "DINOv3ViT"),
+    DINOV3_CLASSES,
+    dinov3_block("MLP", fc1="mlp.up_proj"),
+    dinov3_block("GatedMLP", fc1=("mlp.gate_proj", "mlp.up_proj"), gated=True),
     RERUN,
     prefix=class_and_registers,
     models=BACKBONES,
@@ -299,40 +285,7 @@ DINOV3_CONVNEXT = convnext(
     chain="model.stages",
     down="downsample_layers",
 )
-SWIN = swin(
-    "Swin",
-    family("swin", "Swin"),
-    Windowed(
-        idle=("attention.attention_dropout",),
-        mlp_drop="",
-        sizes=clamped_sizes,
-        kept_query_attention=W.transformers_attention,
-        fixed="always_partition",
-    ),
-)
-SWIN_V2 = swin(
-    "Swin v2",
-    family("swinv2", "Swinv2"),
-    Windowed(
-        mlp="intermediate output",
-        mlp_drop="drop_path",
-        post_norm=True,
-        kept_query_attention=W.transformers_v2_attention,
-    ),
-    BACKBONES,
-)
-MASKFORMER_SWIN = swin(
-    "MaskFormer Swin",
-    "transformers.models.maskformer.modeling_maskformer_swin.MaskFormerSwin",
-    Windowed(
-        idle=("attention.self.dropout",),
-        mlp="intermediate output",
-        mlp_drop="",
-        kept_query_attention=W.maskformer_attention,
-    ),
-)
-
 ADAPTERS = (
     *(VIT, DEIT, BEIT, VITPOSE, DINOV2, DINOV2_REGISTERS, DINOV3, CLIP, SIGLIP, VIDEOMAE),
-    *(CONVNEXT, CONVNEXT_V2, DINOV3_CONVNEXT, SWIN, SWIN_V2, MASKFORMER_SWIN),
+    *(CONVNEXT, CONVNEXT_V2, DINOV3_CONVNEXT),
 )

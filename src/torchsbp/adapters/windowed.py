@@ -1,8 +1,9 @@
-"""A block with attention in windows, described, and what each library's attention computes in a window.
+"""Blocks with attention in windows: known part by part, or run again; and what each library's attention computes.
 
-Each function takes the attention module, its input at kept rows ``x [windows, k, C]`` and at all rows ``everything
-[windows, area, C]``, what is to be done to its position bias ``[heads, area, area]`` before that is added to the scores
-(its kept rows are taken, and the mask is added), and the size of a window.
+Attention of kept rows is a function of the attention module, its input at kept rows ``x [windows, k, C]`` and at all
+rows ``everything [windows, area, C]``, what is to be done to its position bias ``[heads, area, area]`` before that is
+added to the scores (its kept rows are taken, and the mask is added), and the size of a window. A bias is a function of
+the module and that size.
 """
 
 import math
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import index
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +19,15 @@ from torch import Tensor, nn
 
 from ..errors import UsageError
 from ..sampling.windows import Grid, Partition
-from .base import Bound
+from .base import Bound, Description
+from .lean import TransformerBlock
 from .names import find, missing
 from .queries import attend, projections
 from .rerun import Mixer, Residual
 
 ScoreBias = Callable[[Tensor], Tensor]
 KeptQueryAttention = Callable[[Any, Tensor, Tensor, ScoreBias, Grid], Tensor]
+ScoreBiasOf = Callable[[Any, Grid], Tensor]
 Sizes = Callable[[Any, Grid], tuple[Grid, Grid]]
 
 LARGEST_SCALE = math.log(100)
@@ -39,9 +42,82 @@ def in_each(size: Any, grid: Grid) -> Grid:
     return (size,) * len(grid) if isinstance(size, int) else tuple(size)
 
 
+def timm_bias(m: Any, window: Grid) -> Tensor:
+    return m._get_rel_pos_bias()
+
+
+def torchvision_bias(m: Any, window: Grid) -> Tensor:
+    return m.get_relative_position_bias()
+
+
+def torchvision_3d_bias(m: Any, window: Grid) -> Tensor:
+    return m.get_relative_position_bias(list(window))
+
+
+def transformers_bias(m: Any, window: Grid) -> Tensor:
+    return m.relative_position_bias()
+
+
+def maskformer_bias(m: Any, window: Grid) -> Tensor:
+    return m.self.relative_position_bias_table[m.self.relative_position_index].permute(2, 0, 1)
+
+
 def relative_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, window: Grid) -> Tensor:
     """timm's Swin."""
-    return attend(m, x, *projections(m, x, everything), added(m._get_rel_pos_bias()))
+    return attend(m, x, *projections(m, x, everything), added(timm_bias(m, window)))
+
+
+@dataclass(frozen=True)
+class InWindows(Description):
+    """How a block cuts its grid.
+
+    - ``sizes``: (block, grid) -> sizes of window and shift; ``pads_first``: pads the grid before rolling it.
+    - ``pair``: the block returns a pair, its output and attention maps; none of these in training.
+    - ``fixed``: an argument of the block that makes it take windows as they are, whatever ``sizes`` says.
+    """
+
+    sizes: Sizes = own_sizes
+    pads_first: bool = False
+    pair: bool = False
+    fixed: str = ""
+
+    def partition_of(self, block: nn.Module) -> Callable[[Grid], Partition]:
+        return partial(self.partition, block)
+
+    def partition(self, block: nn.Module, grid: Grid, fixed: bool = False) -> Partition:
+        grid = tuple(index(n) for n in grid)  # constants under `torch.compile`, which unrolls what they count
+        sizes = own_sizes if fixed else self.sizes
+        return Partition(grid, *sizes(block, grid), self.pads_first)
+
+    def check_call(self, block: nn.Module, grid: Grid, arguments: Mapping[str, Any]) -> None:
+        """An error if the windows of this call are others than those in which rows are kept."""
+        if arguments.get(self.fixed) and self.sizes(block, grid) != own_sizes(block, grid):
+            raise UsageError(
+                f"{type(block).__name__} was called with {self.fixed}=True for a grid {grid} no larger than its window "
+                f"{block.window_size}: SBP supports that for larger grids only. Sample other blocks, with the option "
+                "blocks, or use a larger image."
+            )
+
+
+@dataclass(frozen=True)
+class WindowBlock(InWindows, TransformerBlock):
+    """A ``TransformerBlock`` with attention in windows, known part by part.
+
+    ``attention`` is the module whose position bias ``score_bias`` gives.
+    """
+
+    rules: ClassVar[tuple[str, ...]] = ("query", "qkv")
+
+    attention: str = "attn"
+    score_bias: ScoreBiasOf = timm_bias
+    fused: str = ""
+    q_norm: str = ""
+    k_norm: str = ""
+    scale1: str = ""
+    scale2: str = ""
+
+    def heads_of(self, block: nn.Module) -> int:
+        return 0
 
 
 @dataclass(frozen=True)
@@ -50,17 +126,14 @@ class Last:
 
 
 @dataclass(frozen=True)
-class Windowed(Residual):
+class Windowed(InWindows, Residual):
     """``x + drop(attention(norm(x)))``, then ``x + drop(mlp(norm(x)))``, with attention in windows of a grid.
 
     - ``attention_*``, ``mlp_*``: names of the branches' parts; "" for those that it does not have. ``mlp`` may be
       several modules, one after the other, with spaces between.
     - ``post_norm``: the norms come behind attention and the MLP, ``x + drop(norm(f(x)))``.
     - ``last``: a norm behind the second sum: a layer of its own, which is not sampled.
-    - ``sizes``: (block, grid) -> sizes of window and shift; ``pads_first``: pads the grid before rolling it.
     - ``kept_query_attention``: attention of kept rows.
-    - ``pair``: the block returns a pair, its output and attention maps; none of these in training.
-    - ``fixed``: an argument of the block that makes it take windows as they are, whatever ``sizes`` says.
     """
 
     mixers: tuple[Mixer, ...] = ()
@@ -72,33 +145,13 @@ class Windowed(Residual):
     mlp_drop: str = "drop_path2"
     post_norm: bool = False
     last: str = ""
-    sizes: Sizes = own_sizes
-    pads_first: bool = False
     kept_query_attention: KeptQueryAttention = relative_attention
-    pair: bool = False
-    fixed: str = ""
 
     def bindings(self, block: nn.Module) -> Iterator[Bound]:
         yield from super().bindings(block)
         last = find(block, self.last)
         if last is not None and not isinstance(last, nn.Identity):
             yield last, Last()
-
-    def partition_of(self, block: nn.Module) -> Callable[[Grid], Partition]:
-        return partial(self._partition, block)
-
-    def _partition(self, block: nn.Module, grid: Grid) -> Partition:
-        grid = tuple(index(n) for n in grid)  # constants under `torch.compile`, which unrolls what they count
-        return Partition(grid, *self.sizes(block, grid), self.pads_first)
-
-    def check_call(self, block: nn.Module, grid: Grid, arguments: Mapping[str, Any]) -> None:
-        """An error if the windows of this call are others than those in which rows are kept."""
-        if arguments.get(self.fixed) and self.sizes(block, grid) != own_sizes(block, grid):
-            raise UsageError(
-                f"{type(block).__name__} was called with {self.fixed}=True for a grid {grid} no larger than its window "
-                f"{block.window_size}: SBP supports that for larger grids only. Sample other blocks, with the option "
-                "blocks, or use a larger image."
-            )
 
     def problems(self, block: nn.Module) -> Iterator[str]:
         yield from super().problems(block)
@@ -132,7 +185,7 @@ def timm_cr_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, w
 
 
 def torchvision_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, window: Grid) -> Tensor:
-    return attend(m, x, *projections(m, x, everything), added(m.get_relative_position_bias()))
+    return attend(m, x, *projections(m, x, everything), added(torchvision_bias(m, window)))
 
 
 def torchvision_v2_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, window: Grid) -> Tensor:
@@ -145,13 +198,13 @@ def torchvision_v2_attention(m: Any, x: Tensor, everything: Tensor, added: Score
 
 
 def torchvision_3d_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, window: Grid) -> Tensor:
-    return attend(m, x, *projections(m, x, everything), added(m.get_relative_position_bias(list(window))))
+    return attend(m, x, *projections(m, x, everything), added(torchvision_3d_bias(m, window)))
 
 
 def transformers_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, window: Grid) -> Tensor:
     projected = m.q_proj(x), m.k_proj(everything), m.v_proj(everything)
     q, k, v = (t.unflatten(-1, (-1, m.head_dim)).transpose(1, 2) for t in projected)
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=added(m.relative_position_bias()), scale=m.scaling)
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=added(transformers_bias(m, window)), scale=m.scaling)
     return m.o_proj(o.transpose(1, 2).flatten(2))
 
 
@@ -168,6 +221,5 @@ def maskformer_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias
     a = m.self
     projected = a.query(x), a.key(everything), a.value(everything)
     q, k, v = (t.unflatten(-1, (-1, a.attention_head_size)).transpose(1, 2) for t in projected)
-    bias = a.relative_position_bias_table[a.relative_position_index].permute(2, 0, 1)
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=added(bias))
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=added(maskformer_bias(m, window)))
     return m.output(o.transpose(1, 2).flatten(2), x)

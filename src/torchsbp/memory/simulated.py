@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from ..ops.device import CUDA, HALF, substituted
 from ..ops.kernel_steps import KernelSteps
+from ..ops.window_launches import KernelWindowAttention
 
 aten = torch.ops.aten
 
@@ -38,11 +39,19 @@ class SimulatedSteps(KernelSteps):
         """Nothing."""
 
 
+class SimulatedWindowAttention(KernelWindowAttention):
+    """The same for attention in windows."""
+
+    def launch(self, kernel: str, programs: int, **arguments: Any) -> None:
+        """Nothing."""
+
+
 class SimulatedDevice(CUDA):
     """A GPU that prefers cuDNN's attention (Hopper and later)."""
 
     has_triton = True
     kernel_steps = SimulatedSteps
+    kernel_windows = SimulatedWindowAttention
 
     def prefers_cudnn(self, q: Tensor) -> bool:
         return True

@@ -79,6 +79,27 @@ ACTIVATIONS = {
 }
 
 
+GATED = "gated "
+"""Before the name of an activation: ``g = act(a) ∘ b`` of a hidden layer (a, b), which is twice as wide."""
+
+
+def activation_named(name: str) -> Activation:
+    """That of the registry, or one of them as a gate."""
+    return gated(ACTIVATIONS[name.removeprefix(GATED)]) if name.startswith(GATED) else ACTIVATIONS[name]
+
+
+def gated(act: Activation) -> Activation:
+    def forward(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return act.forward(a) * b
+
+    def backward(dy: Tensor, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return torch.cat([act.backward(dy * b, a), dy * act.forward(a)], -1)
+
+    return Activation(GATED + act.name, forward, backward, ())
+
+
 def activation_of(module: nn.Module) -> str | None:
     """The name of the activation that a module computes; None if it is none of these."""
     cls = type(module)

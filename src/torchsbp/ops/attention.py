@@ -20,9 +20,9 @@ from .heads import (
     QKV,
     AttentionParams,
     AttentionSpec,
-    QKNormGradients,
+    HeadGradients,
+    attend_normalised,
     attend_normalised_backward,
-    normalised,
     project,
     project_kept,
     scatter_heads,
@@ -44,8 +44,8 @@ from .layers import (
 )
 from .named import Needs, split
 from .once import once
-from .sdpa import attend
 from .steps import Affine, Cotangent, Steps
+from .window_attention import NO_WINDOWS, Cut, Padding
 
 
 class AttentionWeights(NamedTuple):
@@ -59,11 +59,11 @@ class AttentionWeights(NamedTuple):
 
 class AttentionProducts(NamedTuple):
     """What ``attention_backward`` has found for the weights: the gradient of qkv_weight, ``dyᵀ o`` for proj_weight, and
-    the gradients of the norms of queries and keys."""
+    the gradients of what belongs to heads."""
 
     qkv_weight: Any
     last: Grad
-    norms: QKNormGradients
+    heads: HeadGradients
 
 
 class AttentionSaved(NamedTuple):
@@ -101,11 +101,13 @@ def attention_branch(
     return _AttentionBranch.apply(*inputs, *params)
 
 
-def attention_forward(x: Tensor, p: AttentionParams, spec: AttentionSpec) -> tuple[Tensor, Tensor, QKV]:
+def attention_forward(
+    x: Tensor, p: AttentionParams, spec: AttentionSpec, cut: Cut = NO_WINDOWS
+) -> tuple[Tensor, Tensor, QKV]:
     """Attention output ``[B, N, H * D]`` before its projection, log-sum-exp ``[B, N, H]``, and Q, K, V."""
     n = norm(x, p.norm_weight, p.norm_bias, spec.norm, spec.dtype)
     qkv = QKV(*project(n, p.qkv_weight, p.qkv_bias, spec.heads))
-    o, lse = attend(*normalised(qkv, p, spec), spec.softmax_scale, spec.fused)
+    o, lse = attend_normalised(qkv, p, spec, cut)
     return to_rows(o), lse.transpose(1, 2), qkv
 
 
@@ -155,6 +157,7 @@ def attention_backward(
     p: AttentionParams,
     spec: AttentionSpec,
     needs: Needs,
+    cut: Cut,
 ) -> tuple[Tensor, Grad, AttentionProducts]:
     """From the cotangent of queries and normalised ``x [B * m, C]``: its gradient, what to add to it at the query rows,
     and the products for the weights.
@@ -177,7 +180,8 @@ def attention_backward(
 
     lse = saved.lse.view(samples, -1, heads).transpose(1, 2)
     do, o = to_heads(do, samples, heads), to_heads(saved.o, samples, heads)
-    dqkv, norms = attend_normalised_backward(do, qkv, o, lse, p, spec, needs)
+    p = p._replace(qkv_bias=bias)
+    dqkv, of_heads = attend_normalised_backward(do, qkv, o, lse, saved.rows, cut, p, spec, needs)
     del qkv, do, o
     dq, dk, dv = (R.flat(to_rows(g)).to(n.y.dtype) for g in dqkv)
     del dqkv
@@ -185,12 +189,12 @@ def attention_backward(
     if rows is None:
         d = steps.stack(dq, dk, dv, total="attention_qkv")
         dw = weight_gradient(d, n.y, p.qkv_weight, needs.qkv_weight)
-        return d @ weight, None, AttentionProducts(dw, last, norms)
+        return d @ weight, None, AttentionProducts(dw, last, of_heads)
     steps.stack(dq, total="attention_qkv")
     d = steps.stack(dk, dv, total="attention_qkv")
     products = [weight_gradient(g, m, p.qkv_weight, needs.qkv_weight) for g, m in ((dq, n_q), (d, n.y))]
     dw = torch.cat([t for t in products if t is not None]) if needs.qkv_weight else None
-    return d @ weight[width:], dq @ weight[:width], AttentionProducts(dw, last, norms)
+    return d @ weight[width:], dq @ weight[:width], AttentionProducts(dw, last, of_heads)
 
 
 def attention_input_backward(
@@ -206,13 +210,14 @@ def attention_input_backward(
     base: Tensor,
     scope: str,
     dtype: torch.dtype,
+    cut: Cut = NO_WINDOWS,
 ) -> tuple[Tensor, AttentionProducts]:
     """``attention_backward`` down to x ``[R, C]``, all rows, the residual path's cotangent included: ``kept`` at kept
     rows (None: ``base`` there too), ``base`` elsewhere unless the scope is "block"."""
     x_rows = None if spec.rule.key_rows else saved.rows  # which rows of the saved x are the kept ones
     affine = Affine(p.norm_weight, p.norm_bias, spec.norm)
     n = steps.normalise(R.flat(saved.x), affine, spec.dtype, after=base)
-    dn, dn_kept, products = attention_backward(steps, dy, n, x_rows, saved, cast_weights, p, spec, needs)
+    dn, dn_kept, products = attention_backward(steps, dy, n, x_rows, saved, cast_weights, p, spec, needs, cut)
     dx = steps.norm_backward_input(
         dn, n, affine, dtype, rows=saved.rows, inverse=saved.inverse, size=base.shape[0],
         dn_kept=dn_kept, kept=kept, base=base, gated=scope == "block", norm_total="attention_norm",
@@ -231,15 +236,25 @@ def attention_gradients(
         norm_weight=totals["attention_norm_weight"],
         norm_bias=totals["attention_norm_bias"],
         qkv_weight=products.qkv_weight,
-        qkv_bias=totals["attention_qkv"],
-        q_norm_weight=products.norms.q_weight,
-        q_norm_bias=products.norms.q_bias,
-        k_norm_weight=products.norms.k_weight,
-        k_norm_bias=products.norms.k_bias,
+        qkv_bias=with_padding(totals["attention_qkv"], products.heads.padding),
+        q_norm_weight=products.heads.q_norm_weight,
+        q_norm_bias=products.heads.q_norm_bias,
+        k_norm_weight=products.heads.k_norm_weight,
+        k_norm_bias=products.heads.k_norm_bias,
         proj_weight=last.weight,
         proj_bias=last.bias,
         scale=last.scale,
+        score_bias=products.heads.score_bias,
+        rope=products.heads.rope,
     )
+
+
+def with_padding(total: Tensor, padding: Padding | None) -> Tensor:
+    """The gradient of the bias of queries, keys and values, from all rows and from padding."""
+    if padding is None:
+        return total
+    k, v = padding.k.flatten().to(total.dtype), padding.v.flatten().to(total.dtype)
+    return total + torch.cat([torch.zeros_like(k), k, v])
 
 
 class AttentionInputs(NamedTuple):

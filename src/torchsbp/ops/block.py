@@ -39,6 +39,7 @@ from .mlp import (
 from .named import split
 from .once import once
 from .steps import Affine, Steps
+from .window_attention import NO_WINDOWS, Cut
 
 
 def transformer_block(
@@ -52,13 +53,16 @@ def transformer_block(
     inverse: Tensor | None = None,
     factors: tuple[Tensor | None, Tensor | None] = (None, None),
     options: BackwardOptions = BackwardOptions(),
+    cut: Cut = NO_WINDOWS,
 ) -> Tensor:
     """The block on ``x [B, N, C]`` under a rule that samples rows, or none of them in its attention; ``factors``:
-    stochastic depth of the two branches; ``inverse``: that of ``rows`` if it is at hand."""
+    stochastic depth of the two branches; ``inverse``: that of ``rows`` if it is at hand; ``cut``: the windows of
+    attention, if it has any."""
     assert not attention_spec.rule.heads, "heads are sampled by attention_branch"
     dtype = autocast_dtype(x)
     specs = attention_spec._replace(dtype=dtype), mlp_spec._replace(dtype=dtype)
-    return _TransformerBlock.apply(*BlockInputs(x, rows, inverse, *factors, *specs, options), *attention, *mlp)
+    inputs = BlockInputs(x, rows, inverse, *factors, *specs, options)
+    return _TransformerBlock.apply(*inputs, *cut, *attention, *mlp)
 
 
 class BlockInputs(NamedTuple):
@@ -88,17 +92,19 @@ class BlockSaved(NamedTuple):
 class _TransformerBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *flat: Any) -> Tensor:
-        inputs, p1, p2 = split(flat, BlockInputs, AttentionParams, MLPParams)
+        inputs, cut, p1, p2 = split(flat, BlockInputs, Cut, AttentionParams, MLPParams)
         x, rows, inverse, factor1, factor2, spec1, spec2, options = inputs
-        o, lse, qkv = attention_forward(x, p1, spec1)
-        kept, place = (rows, inverse) if spec1.rule.query_rows else (None, None)
+        kept, place = rows, inverse
+        if not spec1.rule.query_rows:  # attention keeps all rows, and all slots of its windows
+            kept, place, cut = None, None, Cut(cut.places, cut.regions)
+        o, lse, qkv = attention_forward(x, p1, spec1, cut)
         saved = attention_saved(x, o, lse, qkv, kept, place, None, spec1, options.recompute)
         y = attention_output(o, p1, spec1)
         x = x + (y if factor1 is None else y * factor1.view(-1, 1, 1))
         h = mlp_hidden(x, p2, spec2)
         kept_h = None if options.recompute else device_of(h).save_rows(h, rows)
         y = mlp_output(h, p2, spec2)
-        ctx.save_for_backward(*saved, *BlockSaved(rows, inverse, kept_h, factor1, factor2), *p1, *p2)
+        ctx.save_for_backward(*saved, *BlockSaved(rows, inverse, kept_h, factor1, factor2), *cut, *p1, *p2)
         ctx.attention_spec, ctx.mlp_spec, ctx.dtype = spec1, spec2, x.dtype
         ctx.options = options
         return x + (y if factor2 is None else y * factor2.view(-1, 1, 1))
@@ -107,8 +113,9 @@ class _TransformerBlock(torch.autograd.Function):
     @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         # Read once: checkpointing unpacks each tensor a single time.
-        saved, more, p1, p2 = split(ctx.saved_tensors, AttentionSaved, BlockSaved, AttentionParams, MLPParams)
-        _, needs1, needs2 = split(ctx.needs_input_grad, BlockInputs, AttentionParams, MLPParams)
+        parts = AttentionSaved, BlockSaved, Cut, AttentionParams, MLPParams
+        saved, more, cut, p1, p2 = split(ctx.saved_tensors, *parts)
+        _, _, needs1, needs2 = split(ctx.needs_input_grad, BlockInputs, Cut, AttentionParams, MLPParams)
         rows, inverse, h, factor1, factor2 = more
         spec1, spec2 = ctx.attention_spec, ctx.mlp_spec
         shape, samples, dtype, dy = dy.shape, dy.shape[0], saved.o.dtype, R.flat(dy)
@@ -137,13 +144,14 @@ class _TransformerBlock(torch.autograd.Function):
         del middle, dn
         dx, products1 = attention_input_backward(
             steps, kept_dy, saved, weights1, p1, spec1, needs1,
-            kept=d_middle, base=dy, scope=ctx.options.scope, dtype=ctx.dtype,
+            kept=d_middle, base=dy, scope=ctx.options.scope, dtype=ctx.dtype, cut=cut,
         )  # fmt: skip
         totals = steps.totals()
         grads1 = attention_gradients(products1, totals, p1, needs1)
         grads2 = mlp_gradients(products2, totals, p2, needs2)
         return (
             *BlockInputs(dx.view(shape)),
+            *NO_WINDOWS,
             *parameter_gradients(grads1, p1, needs1, ctx.options.weight_scale),
             *parameter_gradients(grads2, p2, needs2, ctx.options.weight_scale),
         )

@@ -15,6 +15,8 @@ from . import rows as R
 from .kernel_steps import KernelSteps, take_rows
 from .layers import Grad, cast
 from .steps import Steps
+from .window_attention import WindowAttention
+from .window_launches import KernelWindowAttention
 
 HALF = (torch.float16, torch.bfloat16)
 WIDEST = 8192  # channels: a kernel holds whole rows
@@ -27,6 +29,10 @@ class Device:
         """Which kernel of ``sdpa.KERNELS`` runs for such queries: the one that ``F.scaled_dot_product_attention`` takes
         when no mask is given, if the model is ``fused``."""
         return "plain"
+
+    def windows(self, q: Tensor) -> WindowAttention:
+        """Attention in windows for such queries."""
+        return WindowAttention()
 
     def steps(self, x: Tensor, columns: int) -> Steps:
         """The steps of a backward pass over rows like x's, whose totals have so many columns together."""
@@ -55,6 +61,7 @@ class CUDA(Device):
 
     has_triton = find_spec("triton") is not None
     kernel_steps: type[KernelSteps] = KernelSteps
+    kernel_windows: type[KernelWindowAttention] = KernelWindowAttention
 
     def attention_kernel(self, q: Tensor, fused: bool) -> str:
         width = q.shape[-1]
@@ -70,6 +77,11 @@ class CUDA(Device):
     def fits(self, x: Tensor) -> bool:
         """Whether the kernels are there, and made for such rows."""
         return self.has_triton and x.dtype != torch.float64 and x.shape[-1] <= WIDEST and x.numel() > 0
+
+    def windows(self, q: Tensor) -> WindowAttention:
+        """The kernels add up the bias's gradient in any order."""
+        fits = self.has_triton and q.dtype != torch.float64 and not torch.are_deterministic_algorithms_enabled()
+        return self.kernel_windows() if fits else WindowAttention()
 
     def steps(self, x: Tensor, columns: int) -> Steps:
         return self.kernel_steps(x, columns) if self.fits(x) else Steps(x, columns)

@@ -1,6 +1,7 @@
 """Spatial-then-temporal models: the frame encoder backpropagates through kept frames only."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -9,23 +10,34 @@ from .wrap import complement, merge
 
 
 def encode_frames(encoder: Callable[[Tensor], Tensor], video: Tensor, keep: Tensor, chunk: int | None = None) -> Tensor:
-    """``encoder`` on every frame of ``video [B, T, ...]``, with gradients at the kept frames ``[k]``: ``[B, T, ...]``.
+    """``encoder`` on every frame of ``video [B, T, ...]``, with gradients at the kept frames: ``[B, T, ...]``.
 
-    The other frames run without gradients, ``chunk`` frames (over the batch) at a time, so that their activations never
-    add up.
+    ``keep`` is ``[k]``, shared by the batch, or ``[B, k]``. The other frames run without gradients, ``chunk`` frames
+    (over the batch) at a time, so that their activations never add up.
     """
+    samples, frames = video.shape[:2]
+    flat = video.flatten(0, 1)
     if not torch.is_grad_enabled():
-        return _encode(encoder, video, chunk)
-    drop = complement(keep, video.shape[1])
-    kept = _encode(encoder, video.index_select(1, keep), None)
-    with torch.no_grad():
-        dropped = _encode(encoder, video.index_select(1, drop), chunk)
-    return merge(kept, keep, dropped, drop, 1)
+        return _in_chunks(encoder, flat, chunk).unflatten(0, (samples, frames))
+    keep = (keep + frames * torch.arange(samples, device=keep.device)[:, None]).flatten()
+    if len(keep) == len(flat):
+        return encoder(flat).unflatten(0, (samples, frames))
+    drop = complement(keep, len(flat))
+    # Dropped frames first: what they need for a moment does not come on top of what kept ones leave for backward.
+    with torch.no_grad(), _casts_forgotten(video.device.type):
+        dropped = _in_chunks(encoder, flat.index_select(0, drop), chunk)
+    kept = encoder(flat.index_select(0, keep))
+    return merge(kept, keep, dropped, drop, 0).unflatten(0, (samples, frames))
 
 
-def _encode(encoder: Callable[[Tensor], Tensor], frames: Tensor, chunk: int | None) -> Tensor:
-    flat = frames.flatten(0, 1)
-    if flat.shape[0] == 0:  # nothing dropped: an empty batch, in the encoder's output shape
-        return encoder(frames.new_zeros(1, *frames.shape[2:]))[:0].unflatten(0, frames.shape[:2])
-    parts = [encoder(part) for part in (flat.split(chunk) if chunk else (flat,))]
-    return torch.cat(parts).unflatten(0, frames.shape[:2])
+def _casts_forgotten(device: str) -> AbstractContextManager[object]:
+    """Autocast remembers the casts of weights: one that was made without gradients would pass none later."""
+    if not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, torch.get_autocast_dtype(device), cache_enabled=False)
+
+
+def _in_chunks(encoder: Callable[[Tensor], Tensor], frames: Tensor, chunk: int | None) -> Tensor:
+    """Chunks of equal size, as far as possible: a compiled encoder sees few shapes."""
+    parts = -(-len(frames) // chunk) if chunk else 1
+    return torch.cat([encoder(part) for part in frames.split(-(-len(frames) // parts))])

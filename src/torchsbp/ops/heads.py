@@ -6,14 +6,18 @@ import torch
 from torch import Tensor
 
 from . import rows as R
+from .device import device_of
 from .layers import Grad, Norm, linear, norm, norm_again, norm_backward
 from .named import Needs
+from .rotary import rope_gradient, rotate, rotate_backward
 from .rules import RULES, Rule
-from .sdpa import attend_backward
+from .sdpa import attend, attend_backward
+from .window_attention import Cut, Padding
 
 
 class AttentionParams(NamedTuple):
-    """The parameters of an attention branch; ``qkv`` stacks the projections to queries, keys and values."""
+    """The parameters of an attention branch; ``qkv`` stacks the projections to queries, keys and values.
+    ``score_bias`` is added to the scores of a window, ``[H, area, area]``; ``rope`` turns queries and keys."""
 
     norm_weight: Grad
     norm_bias: Grad
@@ -26,10 +30,13 @@ class AttentionParams(NamedTuple):
     proj_weight: Tensor
     proj_bias: Grad
     scale: Grad = None
+    score_bias: Grad = None
+    rope: Grad = None
 
 
 class AttentionSpec(NamedTuple):
-    """What is static about the branch. ``qk_norm`` is None where queries and keys are not normalised."""
+    """What is static about the branch. ``qk_norm`` is None where queries and keys are not normalised;
+    ``rotate_half`` says which pairs rotary embeddings turn."""
 
     heads: int
     softmax_scale: float
@@ -38,6 +45,7 @@ class AttentionSpec(NamedTuple):
     fused: bool = True
     rule: Rule = RULES["query"]
     dtype: torch.dtype | None = None
+    rotate_half: bool = False
 
 
 class QKV(NamedTuple):
@@ -48,13 +56,16 @@ class QKV(NamedTuple):
     v: Tensor
 
 
-class QKNormGradients(NamedTuple):
-    """Of the norms of queries and keys."""
+class HeadGradients(NamedTuple):
+    """Of the norms of queries and keys, of the scores' bias, of the key and value of padding, and of the angles."""
 
-    q_weight: Grad = None
-    q_bias: Grad = None
-    k_weight: Grad = None
-    k_bias: Grad = None
+    q_norm_weight: Grad = None
+    q_norm_bias: Grad = None
+    k_norm_weight: Grad = None
+    k_norm_bias: Grad = None
+    score_bias: Grad = None
+    padding: Padding | None = None
+    rope: Grad = None
 
 
 def project(n: Tensor, weight: Tensor, bias: Grad, heads: int, parts: int = 3) -> tuple[Tensor, ...]:
@@ -72,30 +83,85 @@ def project_kept(n_q: Tensor, n: Tensor, weight: Tensor, bias: Grad, heads: int)
 
 
 def normalised(qkv: QKV, p: AttentionParams, spec: AttentionSpec) -> QKV:
-    """Q, K, V as the attention kernel takes them."""
-    if spec.qk_norm is None:
-        return qkv
-    q = norm(qkv.q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm, spec.dtype)
-    k = norm(qkv.k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm, spec.dtype)
-    return QKV(q, k, qkv.v)
+    """Q, K, V of all rows as the attention kernel takes them."""
+    q, k, v = qkv
+    if spec.qk_norm is not None:
+        q = norm(q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm, spec.dtype)
+        k = norm(k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm, spec.dtype)
+    if p.rope is not None:
+        q, k = (rotate(t, p.rope, None, spec.rotate_half) for t in (q, k))
+    return QKV(q, k, v)
+
+
+def padding_of(p: AttentionParams, spec: AttentionSpec) -> Padding | None:
+    """The key and value of slots outside of the grid, whose input is zero: what the projection adds to it."""
+    if p.qkv_bias is None:
+        return None
+    _, k, v = p.qkv_bias.view(3, spec.heads, -1).unbind(0)
+    return Padding(k, v)
+
+
+def attend_normalised(qkv: QKV, p: AttentionParams, spec: AttentionSpec, cut: Cut) -> tuple[Tensor, Tensor]:
+    """Attention, in windows where there are such: its output and log-sum-exp."""
+    q, k, v = normalised(qkv, p, spec)
+    if cut.places is None:
+        return attend(q, k, v, spec.softmax_scale, spec.fused)
+    assert p.score_bias is not None
+    return device_of(q).windows(q).forward(q, k, v, p.score_bias, padding_of(p, spec), cut, spec.softmax_scale)
 
 
 def attend_normalised_backward(
-    do: Tensor, qkv: QKV, o: Tensor, lse: Tensor, p: AttentionParams, spec: AttentionSpec, needs: Needs
-) -> tuple[QKV, QKNormGradients]:
-    """Gradients of Q, K, V before their norms, and of these norms' parameters."""
-    if spec.qk_norm is None:
-        return QKV(*attend_backward(do, *qkv, o, lse, spec.softmax_scale, spec.fused)), QKNormGradients()
-    q = norm_again(qkv.q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm, spec.dtype)
-    k = norm_again(qkv.k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm, spec.dtype)
+    do: Tensor,
+    qkv: QKV,
+    o: Tensor,
+    lse: Tensor,
+    rows: R.Rows,
+    cut: Cut,
+    p: AttentionParams,
+    spec: AttentionSpec,
+    needs: Needs,
+) -> tuple[QKV, HeadGradients]:
+    """Gradients of Q, K, V before norms and rotation, and of what else attention has. Queries are those of ``rows``."""
+    if cut.places is not None:
+        assert p.score_bias is not None
+        *dqkv, d_bias, d_padding = device_of(do).windows(do).backward(
+            do, *qkv, o, lse, p.score_bias, padding_of(p, spec), cut, spec.softmax_scale, spec.rule.key_rows,
+            needs.score_bias,
+        )  # fmt: skip
+        return QKV(*dqkv), HeadGradients(score_bias=d_bias, padding=d_padding)
+    q = Turned(qkv.q, p.q_norm_weight, p.q_norm_bias, rows, p, spec)
+    k = Turned(qkv.k, p.k_norm_weight, p.k_norm_bias, rows if spec.rule.key_rows else None, p, spec)
     dq, dk, dv = attend_backward(do, q.y, k.y, qkv.v, o, lse, spec.softmax_scale, spec.fused)
-    dq, dqw, dqb = norm_backward(
-        dq, q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm, needs.q_norm_weight, needs.q_norm_bias
-    )
-    dk, dkw, dkb = norm_backward(
-        dk, k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm, needs.k_norm_weight, needs.k_norm_bias
-    )
-    return QKV(dq, dk, dv), QKNormGradients(dqw, dqb, dkw, dkb)
+    dq, dqw, dqb, dq_rope = q.backward(dq, needs.q_norm_weight, needs.q_norm_bias, needs.rope)
+    dk, dkw, dkb, dk_rope = k.backward(dk, needs.k_norm_weight, needs.k_norm_bias, needs.rope)
+    d_rope = None if dq_rope is None or dk_rope is None else dq_rope + dk_rope
+    return QKV(dq, dk, dv), HeadGradients(dqw, dqb, dkw, dkb, rope=d_rope)
+
+
+class Turned:
+    """Queries or keys ``[B, H, m, D]`` computed again for backward: their norm, and that rotated, each where it is."""
+
+    def __init__(
+        self, x: Tensor, weight: Grad, bias: Grad, rows: R.Rows, p: AttentionParams, spec: AttentionSpec
+    ) -> None:
+        self.weight, self.bias, self.rows, self.rope, self.spec = weight, bias, rows, p.rope, spec
+        self.norm = None if spec.qk_norm is None else norm_again(x, weight, bias, spec.qk_norm, spec.dtype)
+        self.x = x if self.norm is None else self.norm.y
+        self.y = self.x if p.rope is None else rotate(self.x, p.rope, rows, spec.rotate_half)
+
+    def backward(
+        self, dy: Tensor, needs_weight: bool, needs_bias: bool, needs_rope: bool
+    ) -> tuple[Tensor, Grad, Grad, Grad]:
+        """Of the input, the norm's weight and bias, and the angles."""
+        d_rope, half = None, self.spec.rotate_half
+        if self.rope is not None:
+            d_rope = rope_gradient(dy, self.x, self.rope, self.rows, half) if needs_rope else None
+            dy = rotate_backward(dy, self.rope, self.rows, half)
+        if self.norm is None or self.spec.qk_norm is None:
+            return dy, None, None, d_rope
+        return *norm_backward(
+            dy, self.norm, self.weight, self.bias, self.spec.qk_norm, needs_weight, needs_bias
+        ), d_rope
 
 
 def to_rows(x: Tensor) -> Tensor:
@@ -123,6 +189,7 @@ def select_heads(p: AttentionParams, spec: AttentionSpec, heads: Tensor) -> tupl
             qkv_weight=weight.index_select(1, heads).flatten(0, 2),
             qkv_bias=None if bias is None else bias.view(3, spec.heads, -1).index_select(1, heads).flatten(),
             proj_weight=proj.index_select(1, heads).flatten(1),
+            rope=p.rope if p.rope is None or p.rope.dim() == 2 else p.rope.index_select(0, heads),
         ),
         spec._replace(heads=heads.shape[0]),
     )
@@ -144,4 +211,5 @@ def scatter_heads(grads: AttentionParams, p: AttentionParams, spec: AttentionSpe
         qkv_weight=spread(grads.qkv_weight, p.qkv_weight, (*shape, channels), 1),
         qkv_bias=spread(grads.qkv_bias, p.qkv_bias, shape, 1),
         proj_weight=spread(grads.proj_weight, p.proj_weight, (p.proj_weight.shape[0], spec.heads, width), 1),
+        rope=grads.rope if p.rope is None or p.rope.dim() == 2 else spread(grads.rope, p.rope, p.rope.shape, 0),
     )

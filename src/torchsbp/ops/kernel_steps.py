@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import rows as R
-from .activations import ACTIVATIONS
+from .activations import activation_named
 from .launch import launch
 from .layers import Grad, Normed
 from .steps import Affine, Cotangent, Steps
@@ -137,7 +137,7 @@ class KernelSteps(Steps):
 
     def activation(self, h: Tensor, dg: Tensor, name: str, overwrite: bool, *, total: str) -> tuple[Tensor, Tensor]:
         if name not in ACTIVATION_CODES:
-            act = ACTIVATIONS[name]
+            act = activation_named(name)
             g, dh = act.forward(h), act.backward(dg, h)
             self.put(total, dh.sum(0, dtype=torch.float32))
             return g, dh

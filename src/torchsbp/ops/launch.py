@@ -1,4 +1,4 @@
-"""launch: a kernel of ``kernels.py`` by name, bound once for every kind of arguments.
+"""launch: a kernel of ``kernels.py`` or ``window_kernels.py`` by name, bound once for every kind of arguments.
 
 Triton binds, specialises and looks up its kernel in every launch: 20 to 80 µs of the CPU's time on an H200's machine,
 more than many of these kernels run. One that is compiled already for such arguments is with the driver in about 10.
@@ -15,9 +15,9 @@ _COMPILED: dict[tuple[Any, ...], tuple[Any, list[str]]] = {}
 
 def launch(kernel: str, grid: tuple[int, ...], **arguments: Any) -> None:
     """Run it; needs Triton. What is a constant to the kernel has a name in capitals, or is an option of the launch."""
-    from . import kernels
+    from . import kernels, window_kernels
 
-    function = getattr(kernels, kernel)
+    function = getattr(window_kernels if kernel.startswith("window") else kernels, kernel)
     if torch.compiler.is_compiling():
         function[grid](**arguments)
         return

@@ -1,7 +1,8 @@
 """MLP branch: ``y = x + s · gate(γ ∘ (W₂ act(W₁ norm(x) + b₁) + b₂))``, backward on kept rows (Eq. 4, 5).
 
-It serves ConvNeXt's pointwise convolutions too, where the residual comes from elsewhere (``residual=False``).
-Saved: the kept rows of x; with ``recompute=False`` also the kept rows of the hidden layer.
+The activation may be a gate, and a norm may follow it. The branch serves ConvNeXt's pointwise convolutions too, where
+the residual comes from elsewhere (``residual=False``). Saved: the kept rows of x; with ``recompute=False`` also those
+of the hidden layer.
 """
 
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import rows as R
-from .activations import ACTIVATIONS
+from .activations import activation_named
 from .device import device_of, weight_gradient
 from .layers import (
     BackwardOptions,
@@ -21,6 +22,8 @@ from .layers import (
     last_layer_gradients,
     linear,
     norm,
+    norm_again,
+    norm_backward,
     parameter_gradients,
     saved_dtype,
 )
@@ -39,14 +42,18 @@ class MLPParams(NamedTuple):
     weight2: Tensor
     bias2: Grad
     scale: Grad = None
+    inner_norm_weight: Grad = None
+    inner_norm_bias: Grad = None
 
 
 class MLPSpec(NamedTuple):
-    """What is static about the branch; ``act`` is a name in ``ACTIVATIONS``."""
+    """What is static about the branch; ``act`` is one for ``activation_named``, ``inner_norm`` (None: none) comes
+    behind it."""
 
     norm: Norm = Norm()
     act: str = "gelu"
     dtype: torch.dtype | None = None
+    inner_norm: Norm | None = None
 
 
 class MLPWeights(NamedTuple):
@@ -58,10 +65,13 @@ class MLPWeights(NamedTuple):
 
 
 class MLPProducts(NamedTuple):
-    """What ``mlp_backward`` has found for the weights: the gradient of weight1, and ``dyᵀ g`` for weight2."""
+    """What ``mlp_backward`` has found for the weights: the gradient of weight1, ``dyᵀ g`` for weight2, and the
+    gradients of the inner norm."""
 
     weight1: Any
     last: Grad
+    inner_norm_weight: Grad = None
+    inner_norm_bias: Grad = None
 
 
 def mlp_branch(
@@ -88,7 +98,10 @@ def mlp_hidden(x: Tensor, p: MLPParams, spec: MLPSpec) -> Tensor:
 
 def mlp_output(h: Tensor, p: MLPParams, spec: MLPSpec) -> Tensor:
     """The branch's output from its hidden layer."""
-    z = linear(ACTIVATIONS[spec.act].forward(h), p.weight2, p.bias2, spec.dtype)
+    g = activation_named(spec.act).forward(h)
+    if spec.inner_norm is not None:
+        g = norm(g, p.inner_norm_weight, p.inner_norm_bias, spec.inner_norm, spec.dtype)
+    z = linear(g, p.weight2, p.bias2, spec.dtype)
     return z if p.scale is None else z * p.scale
 
 
@@ -122,11 +135,17 @@ def mlp_backward(
     overwrite = h is None
     if h is None:
         h = linear(n.y, weight1, bias1, None)
-    g, dh = steps.activation(h, dy.dz @ weight2, spec.act, overwrite, total="mlp_hidden")
+    dg, inner, dw, db = dy.dz @ weight2, None, None, None
+    if spec.inner_norm is not None:
+        affine = p.inner_norm_weight, p.inner_norm_bias, spec.inner_norm
+        inner = norm_again(activation_named(spec.act).forward(h), *affine, h.dtype)
+        dg, dw, db = norm_backward(dg, inner, *affine, needs.inner_norm_weight, needs.inner_norm_bias)
+        dg = dg.to(h.dtype)
+    g, dh = steps.activation(h, dg, spec.act, overwrite, total="mlp_hidden")
     del h  # the hidden layer is the widest: no more of it at once than needed
-    product = weight_gradient(dy.dy, g, p.weight2, needs.weight2 or needs.scale)
-    del g
-    return dh @ weight1, MLPProducts(weight_gradient(dh, n.y, p.weight1, needs.weight1), product)
+    product = weight_gradient(dy.dy, g if inner is None else inner.y, p.weight2, needs.weight2 or needs.scale)
+    del g, inner
+    return dh @ weight1, MLPProducts(weight_gradient(dh, n.y, p.weight1, needs.weight1), product, dw, db)
 
 
 def mlp_gradients(products: MLPProducts, totals: dict[str, Tensor], p: MLPParams, needs: Needs) -> MLPParams:
@@ -142,6 +161,8 @@ def mlp_gradients(products: MLPProducts, totals: dict[str, Tensor], p: MLPParams
         weight2=last.weight,
         bias2=last.bias,
         scale=last.scale,
+        inner_norm_weight=products.inner_norm_weight,
+        inner_norm_bias=products.inner_norm_bias,
     )
 
 

@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .activations import ACTIVATIONS
+from .activations import activation_named
 from .downsample import DownsampleParams, DownsampleSpec
-from .heads import AttentionParams, AttentionSpec
+from .heads import AttentionParams, AttentionSpec, padding_of
 from .layers import norm
 from .mlp import MLPParams, MLPSpec
+from .rotary import turned
 from .rows import RowWeight
-from .windows import MASKED, Windows
+from .window_attention import MASKED, NO_WINDOWS, Cut, Padding
 
 
 def gate(y: Tensor, rows: Tensor | None, weight: RowWeight | None = None) -> Tensor:
@@ -43,7 +44,10 @@ def per_sample(y: Tensor, factor: Tensor | None) -> Tensor:
 
 def mlp(x: Tensor, p: MLPParams, spec: MLPSpec) -> Tensor:
     h = F.linear(norm(x, p.norm_weight, p.norm_bias, spec.norm), p.weight1, p.bias1)
-    y = F.linear(ACTIVATIONS[spec.act].forward(h), p.weight2, p.bias2)
+    g = activation_named(spec.act).forward(h)
+    if spec.inner_norm is not None:
+        g = norm(g, p.inner_norm_weight, p.inner_norm_bias, spec.inner_norm)
+    y = F.linear(g, p.weight2, p.bias2)
     return y if p.scale is None else y * p.scale
 
 
@@ -61,13 +65,23 @@ def mlp_branch(
     return x + gate(y, rows, weight) if scope == "branch" else gate(x + y, rows)
 
 
-def attention(x: Tensor, rows: Tensor | None, heads: Tensor | None, p: AttentionParams, spec: AttentionSpec) -> Tensor:
+def attention(
+    x: Tensor, rows: Tensor | None, heads: Tensor | None, p: AttentionParams, spec: AttentionSpec, cut: Cut = NO_WINDOWS
+) -> Tensor:
     """Softmax attention with the attention map written out (Eq. 14, 15), its gradient gated by the rule."""
     n = norm(x, p.norm_weight, p.norm_bias, spec.norm)
     q, k, v = F.linear(n, p.qkv_weight, p.qkv_bias).unflatten(-1, (3, spec.heads, -1)).permute(2, 0, 3, 1, 4)
     if spec.qk_norm is not None:
         q = norm(q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm)
         k = norm(k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm)
+    if p.rope is not None:
+        sin, cos = p.rope.chunk(2, -1)
+        q, k = (t * cos + turned(t, spec.rotate_half) * sin for t in (q, k))
+    if cut.places is not None:
+        assert p.score_bias is not None
+        kept_keys = rows if spec.rule.key_rows else None
+        o = window_attention(q, k, v, p.score_bias, padding_of(p, spec), cut, spec.softmax_scale, kept_keys)
+        return project_heads(o, None, p, spec)
     m = q @ k.transpose(-2, -1) * spec.softmax_scale
     if spec.rule.key_rows and rows is not None:
         m, v = drop_qkv(m, v, mask(rows, x.shape[:2])[:, None])
@@ -100,9 +114,10 @@ def attention_branch(
     factor: Tensor | None = None,
     scope: str = "branch",
     weight: RowWeight | None = None,
+    cut: Cut = NO_WINDOWS,
 ) -> Tensor:
     """``x + gate(attention(x))``, or ``gate(x + attention(x))`` in scope "block"; the rule says what is gated."""
-    y = per_sample(attention(x, rows, heads, p, spec), factor)
+    y = per_sample(attention(x, rows, heads, p, spec, cut), factor)
     rows = rows if spec.rule.query_rows else None
     return x + gate(y, rows, weight) if scope == "branch" else gate(x + y, rows)
 
@@ -117,13 +132,14 @@ def transformer_block(
     factors: tuple[Tensor | None, Tensor | None] = (None, None),
     scope: str = "branch",
     weight: RowWeight | None = None,
+    cut: Cut = NO_WINDOWS,
 ) -> Tensor:
     """The attention branch, then the MLP branch, on the same kept rows: ``y``. With a weight, ``x + gate(y − x)``.
 
     Under rule "exact" it is the MLP branch alone that is gated and weighted.
     """
     attention_factor, mlp_factor = factors
-    middle = attention_branch(x, rows, p1, spec1, None, attention_factor, scope)
+    middle = attention_branch(x, rows, p1, spec1, None, attention_factor, scope, cut=cut)
     if not spec1.rule.query_rows:
         return mlp_branch(middle, rows, p2, spec2, mlp_factor, scope, weight)
     y = mlp_branch(middle, rows, p2, spec2, mlp_factor, scope)
@@ -160,21 +176,43 @@ def rerun(
     return torch.where(mask(rows, y.shape[:-1]).unsqueeze(-1), y, y.detach() + path)
 
 
-def window_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, w: Windows) -> Tensor:
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    padding: Padding | None,
+    cut: Cut,
+    scale: float,
+    kept_keys: Tensor | None = None,
+) -> Tensor:
     """Attention of rows ``[B, heads, n, D]`` in their windows, as one map over all slots of all windows.
 
-    A row sees the slots of its own window, padding (zeros) included; ``bias [heads, area, area]`` is by slot, and rows
-    of another region are as good as masked.
+    A row sees the slots of its own window, padding included; ``bias [heads, area, area]`` is by slot, and slots of
+    another region are as good as masked. Outside ``kept_keys``, rows, scores and values are constants (rule "qkv").
     """
-    area = bias.shape[-1]
-    slots = torch.arange(w.slots.shape[1] * area, device=q.device)
-    k, v = (t.new_zeros(*t.shape[:2], len(slots), t.shape[3]).index_copy(2, w.slot_of_row, t) for t in (k, v))
-    m = q @ k.mT * q.shape[-1] ** -0.5 + bias[:, (w.slot_of_row % area)[:, None], slots % area]
-    if w.regions is not None:
-        regions = w.regions.flatten()
-        m = m + MASKED * (regions[w.slot_of_row][:, None] != regions)
-    outside = (w.slot_of_row // area)[:, None] != slots // area
+    assert cut.places is not None
+    places, area, n = cut.places.flatten(), bias.shape[-1], q.shape[2]
+    slots, slot = torch.arange(len(places), device=q.device), places.argsort()[:n]
+    k, v = (in_slots(t, places, None if padding is None else padding[i]) for i, t in enumerate((k, v)))
+    m = q @ k.mT * scale + bias[:, (slot % area)[:, None], slots % area]
+    if cut.regions is not None:
+        regions = cut.regions.flatten()
+        m = m + MASKED * (regions[slot][:, None] != regions)
+    if kept_keys is not None:
+        rows = mask(kept_keys, torch.Size((q.shape[0], n)))
+        columns = F.pad(rows, (0, len(places) - n))[:, places]
+        m = torch.where((rows[:, :, None] & columns[:, None])[:, None], m, m.detach())
+        v = torch.where(columns[:, None, :, None], v, v.detach())
+    outside = (slot // area)[:, None] != slots // area
     return m.masked_fill(outside, -torch.inf).softmax(-1) @ v
+
+
+def in_slots(x: Tensor, places: Tensor, padding: Tensor | None) -> Tensor:
+    """Rows ``[B, heads, n, D]`` in the order of slots, padding (default: zeros) where there is none."""
+    beyond = x.new_zeros(x.shape[1], x.shape[3]) if padding is None else padding
+    extra = beyond[:, None].expand(x.shape[0], -1, len(places) - x.shape[2], -1)
+    return torch.cat([x, extra], 2)[:, :, places]
 
 
 def encode_frames(encoder: Callable[[Tensor], Tensor], video: Tensor, keep: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import rows as R
-from .activations import ACTIVATIONS
+from .activations import activation_named
 from .layers import Grad, Norm, Normed, cast, norm_again, norm_backward
 
 
@@ -90,7 +90,7 @@ class Steps:
 
     def activation(self, h: Tensor, dg: Tensor, name: str, overwrite: bool, *, total: str) -> tuple[Tensor, Tensor]:
         """For ``g = act(h)``: g and dh. dg may be overwritten, and h too if that is said. Total: Σ dh."""
-        act = ACTIVATIONS[name]
+        act = activation_named(name)
         g, dh = act.forward(h), act.backward(dg, h)
         self._totals[total] = dh.sum(0)
         return g, dh

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-MASKED = -100.0  # what every library adds to a score across regions
+from .window_attention import MASKED, Cut
 
 
 class Windows(NamedTuple):
@@ -16,6 +16,7 @@ class Windows(NamedTuple):
     - ``slots``: the kept ones of each window, ``[B, nW, k]``, or ``[1, nW, k]`` where samples share them.
     - ``filled``: which of the nW · k kept slots are rows, ``[kept]``; the rest is padding. None: all.
     - ``regions``: numbers ``[nW, area]``; rows of unequal ones do not see each other. None: all do.
+    - ``cut``: the same for blocks that are known part by part.
     """
 
     grid: tuple[int, ...]
@@ -24,6 +25,7 @@ class Windows(NamedTuple):
     slots: Tensor
     filled: Tensor | None
     regions: Tensor | None
+    cut: Cut
 
 
 def cut(x: Tensor, w: Windows) -> Tensor:

@@ -2,15 +2,16 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..adapters import lean as L
 from ..adapters import lora
 from ..adapters.names import find
-from ..ops.activations import activation_of
+from ..ops.activations import GATED, activation_of
 from ..ops.attention import attention_branch
 from ..ops.block import transformer_block
 from ..ops.downsample import DownsampleParams, DownsampleSpec, downsample
@@ -24,20 +25,26 @@ from .sampled import SampledBlock, Sampling, runs
 from .site import Strategy, original, refuse
 
 
+class BlockParts(NamedTuple):
+    """What the op takes of a block, and stochastic depth's factors for the two branches."""
+
+    attention: AttentionParams
+    attention_spec: AttentionSpec
+    mlp: MLPParams
+    mlp_spec: MLPSpec
+    factors: tuple[Tensor | None, Tensor | None]
+
+
 @runs(L.TransformerBlock)
 class TransformerBlock(SampledBlock):
     def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        parts: L.TransformerBlock = self.description
+        return self.block(x, self.parts(module, x))
+
+    def block(self, x: Tensor, parts: BlockParts) -> Tensor:
+        attention, attention_spec, mlp, mlp_spec, factors = parts
         batch, positions = x.shape[:2]
         kept = self.sampling.kept(batch, positions)
         options = self.sampling.options(kept.rows, batch, positions)
-        attention, attention_spec = attention_of(module, parts, self.sampling.rule)
-        mlp, mlp_spec = mlp_of(module, parts.norm2, parts)
-        mlp = mlp._replace(scale=find(module, parts.scale2))
-        factors = (
-            drop_factor(find(module, parts.drop1), x, attention.scale),
-            drop_factor(find(module, parts.drop2), x, mlp.scale),
-        )
         if not attention_spec.rule.heads:
             return transformer_block(
                 x, kept.rows, attention, attention_spec, mlp, mlp_spec,
@@ -45,6 +52,43 @@ class TransformerBlock(SampledBlock):
             )  # fmt: skip
         x = attention_branch(x, None, attention, attention_spec, heads=kept.heads, factor=factors[0], options=options)
         return mlp_branch(x, kept.rows, mlp, mlp_spec, inverse=kept.inverse, factor=factors[1], options=options)
+
+    def parts(self, module: nn.Module, x: Tensor) -> BlockParts:
+        """Read from the module; stochastic depth is drawn for x."""
+        names: L.TransformerBlock = self.description
+        attention, attention_spec = attention_of(module, names, self.sampling.rule)
+        mlp, mlp_spec = mlp_of(module, names.norm2, names)
+        mlp = mlp._replace(scale=find(module, names.scale2))
+        factors = (
+            drop_factor(find(module, names.drop1), x, attention.scale),
+            drop_factor(find(module, names.drop2), x, mlp.scale),
+        )
+        return BlockParts(attention, attention_spec, mlp, mlp_spec, factors)
+
+
+@runs(L.RotaryBlock)
+class RotaryBlock(TransformerBlock):
+    takes_arguments = True
+
+    def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        names: L.RotaryBlock = self.description
+        given = kwargs.pop(names.rope, None)
+        self.refuse_arguments(module, args, kwargs)
+        parts = self.parts(module, x)
+        if given is not None:
+            half = names.rotate_half if isinstance(names.rotate_half, bool) else find(module, names.rotate_half)
+            attention = parts.attention._replace(rope=rope_of(given, x.shape[1]))
+            parts = parts._replace(
+                attention=attention, attention_spec=parts.attention_spec._replace(rotate_half=bool(half))
+            )
+        return self.block(x, parts)
+
+
+def rope_of(given: Any, n: int) -> Tensor:
+    """Sine and cosine of all n rows, side by side: the first, which have none, are not turned."""
+    cos, sin = given if isinstance(given, tuple) else given.chunk(2, -1)[::-1]
+    first = n - cos.shape[-2]
+    return torch.cat([F.pad(sin, (0, 0, first, 0)), F.pad(cos, (0, 0, first, 0), value=1.0)], -1)
 
 
 @runs(L.ConvBlock)
@@ -157,8 +201,10 @@ def matrix(block: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
 def attention_of(block: nn.Module, parts: L.TransformerBlock, rule: Rule) -> tuple[AttentionParams, AttentionSpec]:
     norm, scale = find(block, parts.norm1), find(block, parts.scale1)
     q_norm, k_norm = find(block, parts.q_norm), find(block, parts.k_norm)
-    qkv, proj = projection_of(block, parts.qkv), matrix(block, parts.proj)
-    params = AttentionParams(*affine(norm), *qkv, *affine(q_norm), *affine(k_norm), *proj, scale)
+    (weight, bias), proj = projection_of(block, parts.qkv), matrix(block, parts.proj)
+    biases = [b for b in (find(block, name) for name in parts.qkv_bias) if b is not None]
+    bias = torch.cat(biases) if biases else bias
+    params = AttentionParams(*affine(norm), weight, bias, *affine(q_norm), *affine(k_norm), *proj, scale)
     static = L.norm_of(norm)
     assert static is not None
     heads, softmax_scale = find(block, parts.heads), find(block, parts.softmax_scale)
@@ -180,15 +226,16 @@ def mlp_of(block: nn.Module, norm_name: str, parts: Any) -> tuple[MLPParams, MLP
     norm = find(block, norm_name)
     static = L.norm_of(norm)
     assert static is not None
-    params = MLPParams(*affine(norm), *matrix(block, parts.fc1), *matrix(block, parts.fc2))
-    act = activation_of(find(block, parts.act))
+    fc1, fc2, act = projection_of(block, parts.fc1), matrix(block, parts.fc2), activation_of(find(block, parts.act))
     assert act is not None
-    return params, MLPSpec(static, act)
+    act = GATED + act if getattr(parts, "gated", False) else act
+    inner = find(block, getattr(parts, "inner_norm", ""))
+    return MLPParams(*affine(norm), *fc1, *fc2, None, *affine(inner)), MLPSpec(static, act, None, L.norm_of(inner))
 
 
 def drop_factor(drop_path: nn.Module | None, x: Tensor, scale: Tensor | None) -> Tensor | None:
     """Stochastic depth's factor per sample, drawn by the model's own module: the same randomness is consumed."""
-    if drop_path is None or isinstance(drop_path, nn.Identity):
+    if drop_path is None or isinstance(drop_path, nn.Identity) or getattr(drop_path, "p", 1) == 0:
         return None
     dtype = autocast_dtype(x) or x.dtype
     dtype = dtype if scale is None else torch.promote_types(dtype, scale.dtype)

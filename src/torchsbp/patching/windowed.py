@@ -1,4 +1,5 @@
-"""Strategies of blocks with attention in windows: their run on kept rows, and a norm behind their second sum."""
+"""Strategies of blocks with attention in windows: known part by part, or run again on kept rows, with a norm behind
+their second sum."""
 
 from functools import partial
 from typing import Any
@@ -8,10 +9,41 @@ from torch import Tensor, nn
 from ..adapters import windowed as A
 from ..adapters.names import find
 from ..ops import rows as R
+from ..ops.block import transformer_block
 from ..ops.windows import Windows, cut, cut_kept, join_kept, kept_scores
+from ..sampling.windows import Grid, cut_all
+from .lean import TransformerBlock
 from .replay import Inside, Replay, Residual
 from .sampled import runs
 from .site import Site, original
+
+
+@runs(A.WindowBlock)
+class WindowBlock(TransformerBlock):
+    """A block that is known part by part."""
+
+    takes_arguments = True
+
+    def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        parts: A.WindowBlock = self.description
+        batch, n = x.shape[0], R.count(x)
+        kept, grid = self.sampling.kept(batch, n), grid_of(x, *args, **kwargs)
+        if kept.windows is not None:
+            parts.check_call(module, grid, kwargs)
+        partition = parts.partition(module, grid, bool(kwargs.get(parts.fixed)))
+        cut = cut_all(partition, x.device) if kept.windows is None else kept.windows.cut
+        attention, attention_spec, mlp, mlp_spec, factors = self.parts(module, x)
+        bias = parts.score_bias(find(module, parts.attention), partition.window).flatten(0, -3)
+        y = transformer_block(
+            x.flatten(1, -2), kept.rows, attention._replace(score_bias=bias), attention_spec, mlp, mlp_spec,
+            inverse=kept.inverse, factors=factors, options=self.sampling.options(kept.rows, batch, n), cut=cut,
+        ).view(x.shape)  # fmt: skip
+        return (y, None) if parts.pair else y
+
+
+def grid_of(x: Tensor, *args: Any, **kwargs: Any) -> Grid:
+    """That of a map, or the one with which transformers gives tokens."""
+    return tuple(x.shape[1:-1]) if x.dim() > 3 else tuple(args[0] if args else kwargs["input_dimensions"])
 
 
 @runs(A.Last)

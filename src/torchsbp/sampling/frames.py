@@ -20,11 +20,13 @@ def sbp_frames(
     seed: int = 0,
     rank: int = 0,
     chunk: int | None = None,
+    per_sample: bool | str = False,
 ) -> Tensor:
     """Encode every frame of ``video [B, T, ...]`` to ``[B, T, ...]``, with gradients through a sampled share of frames.
 
-    For models that encode frames apart and relate them later. The frames are a pure function of (seed, step, rank) and
-    shared by the batch; the others run without gradients, ``chunk`` frames at a time.
+    For models that encode frames apart and relate them later. The frames are a pure function of (seed, step, rank),
+    shared by the batch unless ``per_sample`` ("balanced": over the batch, every frame is kept equally often). The
+    others run without gradients, ``chunk`` frames at a time.
     """
     if callable(sampler):
         check_calls("sampler", sampler, "shape", "ratios", "key")
@@ -33,8 +35,12 @@ def sbp_frames(
     refuse_batch_norm(encoder)
     frames = video.shape[1]
     count = torch.as_tensor(step, dtype=torch.int64, device=video.device)
-    order = samplers.ordered(sampler, (frames, 1, 1), (ratio,), samplers.draw_key(seed, count, rank, 1))
-    keep = samplers.first(order, samplers.count(sampler, (frames, 1, 1), ratio))[0]
+    key = samplers.draw_key(seed, count, rank, video.shape[0] if per_sample is True else 1)
+    order = samplers.ordered(sampler, (frames, 1, 1), (ratio,), key)
+    kept = samplers.count(sampler, (frames, 1, 1), ratio)
+    if expect_per_sample(per_sample, sampler) == "balanced":
+        order = samplers.balanced(order, [kept], video.shape[0])
+    keep = samplers.first(order, kept)
     return encode_frames(encoder, video, keep, chunk)
 
 
@@ -56,6 +62,17 @@ def expect_arguments(encoder: object, video: object, step: object, seed: object,
     expect("chunk", chunk, (int, type(None)), "None, or a number of frames")
     if isinstance(chunk, int) and chunk < 1:
         raise UsageError(f"chunk={chunk} is not allowed; allowed: None (all dropped frames at once), an int above 0")
+
+
+def expect_per_sample(per_sample: object, sampler: str | samplers.Sampler) -> object:
+    """The same, or an error if it is not allowed."""
+    if per_sample not in (False, True, "balanced"):
+        raise UsageError(f'per_sample={shown(per_sample)} is not allowed; allowed: False, True, "balanced"')
+    if per_sample == "balanced" and not getattr(samplers.resolve(sampler), "cyclic", False):
+        raise UsageError(
+            f'per_sample="balanced" needs sampler="frames", found {shown(sampler)}; or use per_sample=True'
+        )
+    return per_sample
 
 
 def refuse_batch_norm(encoder: Callable[[Tensor], Tensor]) -> None:

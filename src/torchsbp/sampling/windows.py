@@ -6,13 +6,16 @@ window after window.
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from operator import index
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ..ops.window_attention import Cut
 from ..ops.windows import Windows
 
 Grid = tuple[int, ...]
@@ -50,10 +53,18 @@ class Partition:
         x = x.view([side for pair in zip(self.counts, self.window, strict=True) for side in pair])
         return x.permute(*(2 * d for d in dims), *(2 * d + 1 for d in dims)).reshape(-1, self.area)
 
-    def positions(self, device: torch.device) -> Tensor:
-        """The position in every slot, ``[windows, area]``; n, their number, where there is padding."""
+    @property
+    def padded(self) -> bool:
+        return any(n % w for n, w in zip(self.grid, self.window, strict=True))
+
+    def places(self, device: torch.device) -> Tensor:
+        """The position in every slot, ``[windows, area]``; n, their number, and up where there is padding."""
         n = math.prod(self.grid)
-        return self.cut(torch.arange(n, device=device).view(self.grid), n)
+        places = self.cut(torch.arange(n, device=device).view(self.grid), n)
+        if not self.padded:
+            return places
+        beyond = places == n
+        return places + (beyond.flatten().cumsum(0).view_as(places) - 1) * beyond
 
     def regions(self, device: torch.device) -> Tensor | None:
         """Numbers of the slots, ``[windows, area]``, that differ where rolling made neighbours of opposite edges."""
@@ -65,8 +76,8 @@ class Partition:
             region = region.unsqueeze(-1) * 2 + (torch.arange(n, device=device) >= n - s)
         return replace(self, grid=padded, shift=(0,) * len(padded)).cut(region, 0)
 
-    def total(self, k: int) -> int:
-        """Σ min(k, positions in the window): what is kept of a sample, where padding is not counted."""
+    def total(self, ratio: float) -> int:
+        """Σ share(r, positions in the window): what is kept of a sample, where padding is not counted."""
         sizes = []
         for dim, (n, w, count) in enumerate(zip(self.grid, self.window, self.counts, strict=True)):
             found = [0] * count
@@ -74,25 +85,59 @@ class Partition:
                 found[(i - self.shift[dim]) % (count * w if self.pads_first else n) // w] += 1
             sizes.append([(size, found.count(size)) for size in sorted(set(found))])
         sides = [zip(*of_dims, strict=True) for of_dims in product(*sizes)]
-        return sum(math.prod(times) * min(k, math.prod(size)) for size, times in sides)
+        return sum(math.prod(times) * share(ratio, math.prod(size)) for size, times in sides)
+
+
+def share(ratio: float, positions: int) -> int:
+    """How many of so many positions of a window are kept."""
+    return min(positions, max(1, index(round(ratio * positions))))
+
+
+def cut_all(partition: Partition, device: torch.device) -> Cut:
+    """Where all rows are in their windows. Made once for a partition, but not for a compiler or a simulation."""
+    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+        return Cut(partition.places(device), partition.regions(device))
+    return _made_once(partition, device)
+
+
+@lru_cache(maxsize=128)
+def _made_once(partition: Partition, device: torch.device) -> Cut:
+    return Cut(partition.places(device), partition.regions(device))
 
 
 def first_in_each(order: Tensor, partition: Partition, ratio: float) -> tuple[Tensor, Windows]:
-    """The first max(1, round(r · area)) positions of every window by the order ``[samples, n]``.
+    """The first max(1, round(r · m)) of the m positions of every window by the order ``[samples, n]``.
 
-    Positions ``[samples, kept]`` come window after window. Padding is last in a window: it fills the count where there
-    is nothing else and is not among the positions.
+    Positions ``[samples, kept]`` come window after window. Where a window holds padding, m is less than its area:
+    padding fills the count up to that of the others and is not among the positions.
     """
     samples, n, area = *order.shape, partition.area
-    k = max(1, index(round(ratio * area)))
-    position = partition.positions(order.device)
-    rank = torch.cat([order.argsort(dim=1), order.new_full((samples, 1), n)], 1)  # padding is last
-    rank = rank.index_select(1, position.flatten()).view(samples, -1, area)
-    slots = rank.argsort(dim=2, stable=True)[:, :, :k]
-    kept = position.expand(samples, -1, -1).gather(2, slots).flatten(1)
-    slot_of_row = position.flatten().argsort()[:n]
-    total, filled = partition.total(k), None
+    k = share(ratio, area)
+    everything = cut_all(partition, order.device)
+    places, regions = everything.places, everything.regions
+    assert places is not None
+    rank = order.argsort(dim=1)
+    if partition.padded:
+        rank = torch.cat([rank, order.new_full((samples, places.numel() - n), n)], 1)  # padding is last
+    rank = rank.index_select(1, places.flatten()).view(samples, -1, area)
+    slots = rank.argsort(dim=2, stable=True)
+    slots = (filled_up(slots, places < n, ratio, k) if partition.padded else slots[:, :, :k]).contiguous()
+    kept = places.expand(samples, -1, -1).gather(2, slots).flatten(1)
+    slot_of_row = places.flatten().argsort()[:n]
+    total, filled = partition.total(ratio), None
+    number = torch.arange(kept.shape[1], device=order.device)
     if total < kept.shape[1]:
-        filled = (kept[0] == n).to(torch.int8).argsort(stable=True)[:total]
+        filled = (kept[0] >= n).to(torch.int8).argsort(stable=True)[:total]
         kept = kept.index_select(1, filled)
-    return kept, Windows(partition.grid, partition.window, slot_of_row, slots, filled, partition.regions(order.device))
+        number = torch.full_like(number, total).index_copy(0, filled, number[:total])
+    cut = Cut(places, regions, slots, number.view(-1, k))
+    return kept, Windows(partition.grid, partition.window, slot_of_row, slots, filled, regions, cut)
+
+
+def filled_up(slots: Tensor, real: Tensor, ratio: float, k: int) -> Tensor:
+    """Of slots ``[samples, windows, area]``, padding last, in every window its share of real ones and then padding."""
+    found = real.sum(1, keepdim=True)
+    kept = (ratio * found.double()).round().clamp(min=1).long().minimum(found)
+    number = torch.arange(k, device=slots.device)
+    number = torch.where(number < kept, number, number - kept + found)
+    return slots.gather(2, number.expand(slots.shape[0], -1, -1))

@@ -23,7 +23,7 @@ class Learner:
     def __init__(self, task: Task, config: Config, processes: Processes, batches: int, steps: int, start: bool) -> None:
         """``batches`` and ``steps`` are those of an epoch."""
         self.config, self.processes = config, processes
-        layout = torch.channels_last if config.channels_last else torch.contiguous_format
+        layout = task.channels_last if config.channels_last else torch.contiguous_format
         task.to(processes.device, layout)
         self.model = task.model(start)
         self.still = freeze(self.model, config.freeze)

@@ -10,6 +10,9 @@ from ..errors import UsageError
 from .config import Config
 from .ranges import refuse
 
+WARMUP = "warmup_epochs"
+"""of a group of parameters that a task makes: epochs of warm-up of its own"""
+
 
 def make_optimizer(parameters: Any, config: Config, steps_per_epoch: int) -> tuple[torch.optim.Optimizer, Any]:
     """The optimizer of a model or of groups of parameters, and its schedule over the run's updates."""
@@ -44,4 +47,21 @@ def make_optimizer(parameters: Any, config: Config, steps_per_epoch: int) -> tup
         )
     except (TypeError, AssertionError, ValueError) as error:
         raise UsageError(f"optimizer {optimizer} or schedule {schedule}: {error}") from error
+    if any(WARMUP in group for group in made.param_groups):
+        return made, GroupsWarmUp(over_time, made, steps_per_epoch)
     return made, over_time
+
+
+class GroupsWarmUp:
+    """A schedule under which a group of parameters warms up by itself: its rate rises from 0 over its WARMUP epochs."""
+
+    def __init__(self, schedule: Any, optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> None:
+        self.schedule, self.optimizer, self.steps_per_epoch = schedule, optimizer, steps_per_epoch
+        self.state_dict, self.load_state_dict = schedule.state_dict, schedule.load_state_dict
+
+    def step_update(self, step: int) -> None:
+        self.schedule.step_update(step)
+        for group in self.optimizer.param_groups:
+            updates = group.get(WARMUP, 0) * self.steps_per_epoch
+            if step < updates:
+                group["lr"] *= step / updates

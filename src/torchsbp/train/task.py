@@ -64,6 +64,8 @@ class Task:
     broken: int = 0
     """samples that may be unreadable, if the data are ``Samples(…, replace=True)``; one more ends the run"""
     collate: Callable[[list[Any]], Any] = staticmethod(default_collate)
+    channels_last: torch.memory_format = torch.channels_last
+    """what the option of this name means for the model's convolutions"""
 
     def __init__(self, options: Any, seed: int) -> None:
         self.options, self.seed = options, seed

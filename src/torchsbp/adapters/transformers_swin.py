@@ -1,0 +1,110 @@
+"""Hugging Face transformers: Swin, Swin v2 and the Swin of MaskFormer."""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from . import windowed as W
+from .base import Adapter
+from .layouts import Grid, Layout, Stage, early_stages, halved, member_names
+from .transformers import BACKBONES, INTERMEDIATE, MLP, MODELS, Q_PROJ, Names, attention, family, layouts
+from .windowed import InWindows, WindowBlock, Windowed
+
+
+def swin_stages(model: nn.Module) -> list[Stage]:
+    """Patch merging ends the stage before."""
+    names = member_names(model, "encoder.layers")
+    blocks = [member_names(model, f"{name}.blocks") for name in names]
+    between = [f"{name}.downsample" for name in names]
+    return [Stage(its, between[i - 1], halved) if i else Stage(its) for i, its in enumerate(blocks)]
+
+
+def given_grid(entry: nn.Module, x: Tensor, y: Any) -> Grid:
+    """Behind its tokens, the embedding gives their grid."""
+    return tuple(y[1])
+
+
+def clamped_sizes(block: Any, grid: Grid) -> tuple[Grid, Grid]:
+    """Square windows, no larger than the shorter side; then there is no shift at all."""
+    window, shift = W.own_sizes(block, grid)
+    shorter = min(grid)
+    return (window, shift) if shorter > window[0] else ((shorter,) * len(grid), (0,) * len(grid))
+
+
+def swin(name: str, cls: str, *descriptions: InWindows, models: tuple[str, ...] = MODELS) -> Adapter:
+    layout = Layout("", "embeddings", given_grid, swin_stages)
+    classes = {"attention": (f"{cls}Attention",)}
+    blocks = tuple(replace(its, classes=classes, pads_first=True, pair=True) for its in descriptions)
+    return Adapter(f"transformers {name}", {f"{cls}Layer": blocks}, layouts(cls, models, layout), early_stages)
+
+
+def swin_block(**names: Any) -> Windowed:
+    """A block that is run again."""
+    return Windowed(
+        attention="attention",
+        attention_norm="layernorm_before",
+        attention_drop="drop_path",
+        mlp_norm="layernorm_after",
+        **names,
+    )
+
+
+def lean_swin_block(*parts: Names, **names: Any) -> WindowBlock:
+    """The same, known part by part; stochastic depth is that of attention alone."""
+    for part in parts:
+        names |= part
+    return WindowBlock(
+        norm1="layernorm_before",
+        attention="attention",
+        drop1="drop_path",
+        norm2="layernorm_after",
+        drop2="",
+        **{**names, "fused": ""},
+    )
+
+
+SWIN = swin(
+    "Swin",
+    family("swin", "Swin"),
+    lean_swin_block(Q_PROJ, MLP, score_bias=W.transformers_bias, sizes=clamped_sizes, fixed="always_partition"),
+    swin_block(
+        idle=("attention.attention_dropout",),
+        mlp_drop="",
+        sizes=clamped_sizes,
+        kept_query_attention=W.transformers_attention,
+        fixed="always_partition",
+    ),
+)
+SWIN_V2 = swin(
+    "Swin v2",
+    family("swinv2", "Swinv2"),
+    swin_block(
+        mlp="intermediate output",
+        mlp_drop="drop_path",
+        post_norm=True,
+        kept_query_attention=W.transformers_v2_attention,
+    ),
+    models=BACKBONES,
+)
+MASKFORMER_SWIN = swin(
+    "MaskFormer Swin",
+    "transformers.models.maskformer.modeling_maskformer_swin.MaskFormerSwin",
+    lean_swin_block(
+        attention(
+            *("attention.self", ("query", "key", "value"), "attention.output.dense", "num_attention_heads", ""),
+            *("attention.self.dropout", "attention.output.dropout", "output.dropout"),
+        ),
+        INTERMEDIATE,
+        softmax_scale="",
+        score_bias=W.maskformer_bias,
+    ),
+    swin_block(
+        idle=("attention.self.dropout",),
+        mlp="intermediate output",
+        mlp_drop="",
+        kept_query_attention=W.maskformer_attention,
+    ),
+)
+
+ADAPTERS = (SWIN, SWIN_V2, MASKFORMER_SWIN)

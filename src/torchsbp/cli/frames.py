@@ -1,0 +1,67 @@
+"""``torchsbp frames VIDEO|FOLDER… --out ROOT/frames``: frames of video files, as arrays to train with."""
+
+import argparse
+from pathlib import Path
+
+PURPOSE = "take frames from video files"
+SUFFIXES = (".avi", ".mkv", ".mov", ".mp4", ".webm")
+PIECE = 64
+"""frames that are read together"""
+
+
+def arguments() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="torchsbp frames",
+        description="Writes OUT/VIDEO.npy, [frames, height, width, 3] of 8 bits, for every video that has none yet.",
+    )
+    result.add_argument("videos", nargs="+", type=Path, metavar="VIDEO|FOLDER", help=f"files, folders of {SUFFIXES}")
+    result.add_argument("--out", type=Path, required=True, help="a folder")
+    result.add_argument("--fps", type=float, default=4.0, help="frames a second (default: 4)")
+    result.add_argument("--short", type=int, default=256, help="the short side, in pixels (default: 256)")
+    return result
+
+
+def run(argv: list[str]) -> None:
+    own = arguments().parse_args(argv)
+    from ..errors import DataError, RunError, UsageError
+
+    if not 0 < own.fps < 1000 or own.short < 1:
+        raise UsageError(f"--fps {own.fps} --short {own.short}; allowed: numbers above 0, fps below 1000")
+    paths = [path for given in own.videos for path in (found(given) if given.is_dir() else [given])]
+    own.out.mkdir(parents=True, exist_ok=True)
+    unread = []
+    for path in paths:
+        target = own.out / f"{path.stem}.npy"
+        if target.exists():
+            continue
+        try:
+            print(f"{target}: {extract(path, target, own.fps, own.short)} frames", flush=True)
+        except DataError as error:
+            unread.append(str(error))
+    if unread:
+        raise RunError("\n".join([f"{len(unread)} of {len(paths)} videos can't be read:", *unread]))
+
+
+def found(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+
+
+def extract(path: Path, target: Path, fps: float, short: int) -> int:
+    """How many frames were written, under another name first: what is interrupted is done again."""
+    import numpy as np
+    from torchvision.transforms.v2.functional import resize
+
+    from ..train.data.videos import open_video
+
+    video = open_video(path)
+    times = np.arange(0, max(video.seconds, 1e-3), 1 / fps).tolist()
+    partial, array = target.with_suffix(".partial"), None
+    for begin in range(0, len(times), PIECE):
+        frames = resize(video.frames_at(times[begin : begin + PIECE]), [short], antialias=True).permute(0, 2, 3, 1)
+        if array is None:
+            array = np.lib.format.open_memmap(partial, "w+", np.uint8, (len(times), *frames.shape[1:]))
+        array[begin : begin + PIECE] = frames.numpy()
+    assert array is not None
+    array.flush()
+    partial.replace(target)
+    return len(times)

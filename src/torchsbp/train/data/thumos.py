@@ -1,0 +1,166 @@
+"""THUMOS'14 and data laid out like it.
+
+    ROOT/frames/VIDEO.npy             [frames, height, width, 3] of 8 bits, or a folder ROOT/frames/VIDEO/*.jpg
+    ROOT/target_perframe/VIDEO.npy    [frames, columns] of zeros and ones
+    ROOT/classes.txt                  names of actions; columns are background, these, ambiguous
+    ROOT/segments.csv                 video, type, start, end: the same in seconds, for temporal detection
+    ROOT/train.txt, test.txt          names of videos
+
+``torchsbp targets`` writes all but the frames.
+"""
+
+import csv
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...errors import DataError
+from .actions import Segment
+from .annotations import COLUMNS, THUMOS, Annotation, columns, read_annotations, segments_of, targets_of
+from .pictures import read_picture
+
+FRAMES, TARGETS, CLASSES, SEGMENTS = "frames", "target_perframe", "classes.txt", "segments.csv"
+PICTURES = (".jpg", ".jpeg", ".png")
+
+
+class Thumos:
+    """The videos of one list."""
+
+    def __init__(self, root: Path, part: str, fps: float) -> None:
+        self.root, self.fps = root, fps
+        self.names = columns(read_lines(root / CLASSES))
+        self.list = root / f"{part}.txt"
+        self.videos = read_lines(self.list)
+        self.frames = [Frames(root / FRAMES, name, self.at(number)) for number, name in enumerate(self.videos)]
+        self.counts = [len(frames) for frames in self.frames]
+        self.labels = [self.read_targets(number) for number in range(len(self.videos))]
+        by_video: dict[str, list[Segment]] = {name: [] for name in self.videos}
+        for its in read_annotations(root / SEGMENTS):
+            if its.video in by_video:
+                seconds = self.counts[self.videos.index(its.video)] / fps
+                by_video[its.video] += segments_of([its], self.names, seconds, Counter())
+        self.by_video = by_video
+
+    def at(self, video: int) -> str:
+        return f"{self.list}:{video + 1}"
+
+    def title(self, video: int) -> str:
+        return self.videos[video]
+
+    def read(self, video: int, frames: Sequence[int]) -> Tensor:
+        return torch.from_numpy(self.frames[video].read(frames)).permute(0, 3, 1, 2)
+
+    def targets(self, video: int) -> Tensor:
+        return torch.from_numpy(self.labels[video])
+
+    def segments(self, video: int) -> list[Segment]:
+        return self.by_video[self.videos[video]]
+
+    def read_targets(self, video: int) -> np.ndarray:
+        path = self.root / TARGETS / f"{self.videos[video]}.npy"
+        again = "make them with torchsbp targets"
+        try:
+            found = np.load(path)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{self.at(video)}: targets {path} can't be read ({error}): {again}") from error
+        wanted = (self.counts[video], len(self.names))
+        if found.shape != wanted:
+            raise DataError(
+                f"{self.at(video)}: targets {path} are {found.shape}, but there are {wanted[0]} frames and {wanted[1]} "
+                f"columns (background, {len(self.names) - 2} actions, ambiguous): {again}"
+            )
+        return found.astype(np.float32)
+
+
+class Frames:
+    """Of one video: an array in a file, which is read where it is needed, or pictures in a folder, by their names."""
+
+    def __init__(self, folder: Path, name: str, listed: str) -> None:
+        self.path = folder / f"{name}.npy"
+        self.pictures: list[Path] = []
+        if self.path.is_file():
+            try:
+                array = np.load(self.path, mmap_mode="r")
+            except (OSError, ValueError) as error:
+                raise DataError(f"{listed}: {self.path} can't be read: {error}") from error
+            if array.ndim != 4 or array.shape[-1] != 3 or array.dtype != np.uint8:
+                found = f"{array.dtype} {array.shape}"
+                raise DataError(f"{listed}: {self.path} has {found}; allowed: uint8 [frames, height, width, 3]")
+            self.count = len(array)
+        else:
+            self.path = folder / name
+            self.pictures = sorted(its for its in self.path.glob("*") if its.suffix.lower() in PICTURES)
+            self.count = len(self.pictures)
+        if self.count == 0:
+            place = folder / name
+            raise DataError(f"{listed}: no frames of {name}: neither {place}.npy nor pictures in {place}/")
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, numbers: Sequence[int]) -> np.ndarray:
+        """``[n, height, width, 3]``."""
+        if not self.pictures:
+            return np.load(self.path, mmap_mode="r")[np.asarray(numbers)]
+        once = {number: self.picture(number) for number in dict.fromkeys(numbers)}
+        shapes = {picture.shape: number for number, picture in once.items()}
+        if len(shapes) > 1:
+            raise DataError(f"frames of {self.path} are of several sizes: {', '.join(map(str, shapes))}")
+        return np.stack([once[number] for number in numbers])
+
+    def picture(self, number: int) -> np.ndarray:
+        with self.pictures[number].open("rb") as file:
+            return np.asarray(read_picture(file, "RGB"))
+
+
+def read_lines(path: Path) -> list[str]:
+    """Not empty ones; an error if one is there twice."""
+    try:
+        lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} can't be read ({error}): make it with torchsbp targets") from error
+    repeated = [name for name, count in Counter(lines).items() if count > 1]
+    if repeated or not lines:
+        raise DataError(f"{path} {f'has {repeated[0]} twice' if repeated else 'is empty'}")
+    return lines
+
+
+def prepare(source: Path, root: Path, split: str, fps: float, classes: Path | None, skip_missing: bool) -> Counter[str]:
+    """Targets, segments and the list of a split, from annotations and frames; what was done, in numbers."""
+    names = columns(read_lines(classes or root / CLASSES) if classes or (root / CLASSES).exists() else THUMOS)
+    by_video: dict[str, list[Annotation]] = {}
+    for its in read_annotations(source):
+        by_video.setdefault(its.video, []).append(its)
+    counts: Counter[str] = Counter()
+    segments: dict[str, list[Segment]] = {}
+    (root / TARGETS).mkdir(parents=True, exist_ok=True)
+    for video, found in sorted(by_video.items()):
+        try:
+            frames = len(Frames(root / FRAMES, video, found[0].where))
+        except DataError:
+            if not skip_missing:
+                raise
+            counts["videos without frames, left out"] += 1
+            continue
+        segments[video] = segments_of(found, names, frames / fps, counts)
+        np.save(root / TARGETS / f"{video}.npy", targets_of(segments[video], frames, fps, names))
+        counts["videos"] += 1
+        counts["frames"] += frames
+    if not segments:
+        raise DataError(f"{source} annotates no video that has frames in {root / FRAMES}")
+    write_segments(root / SEGMENTS, segments, names)
+    (root / CLASSES).write_text("".join(f"{name}\n" for name in names[1:-1]))
+    (root / f"{split}.txt").write_text("".join(f"{video}\n" for video in segments))
+    return counts
+
+
+def write_segments(path: Path, segments: dict[str, list[Segment]], names: Sequence[str]) -> None:
+    """Those of other videos that are there already stay."""
+    others = [its[:4] for its in read_annotations(path) if its.video not in segments] if path.exists() else []
+    rows = [(video, names[its.label], its.start, its.end) for video, found in segments.items() for its in found]
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([COLUMNS, *others, *rows])

@@ -1,0 +1,84 @@
+"""A frame encoder and a temporal model, trained together: every frame forward, a share of the frames backward."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import torchsbp
+from torchsbp import SBPConfig
+
+from ...errors import UsageError
+from ..frames import check_one_ratio, sampled_frames
+from .encoder import Encoder, FrameEncoder
+from .lstr import LSTR
+
+FOR_FRAMES = ("keep_ratio", "sampler", "per_sample", "seed")
+"""the fields of ``SBPConfig`` that choose frames; the others are about tokens"""
+
+
+class OnlineDetector(nn.Module):
+    """Frames to the logits of actions, without an ambiguous one."""
+
+    def __init__(self, encoder: FrameEncoder, temporal: LSTR, config: Encoder) -> None:
+        super().__init__()
+        self.encoder, self.temporal, self.config = encoder, temporal, config
+        self.sbp: SBPConfig | None = None
+        self.step = 0
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Both parts alone, for training: the encoder is called for chunks of frames, with gradients and without. In
+        evaluation videos are of any length."""
+        for part in (self.encoder, self.temporal):
+            part.compile(*args, **{"dynamic": False, **kwargs})
+
+    def forward(self, frames: Tensor, empty: Tensor) -> Tensor:
+        """``frames [B, long + work, 3, H, W]`` of 8 bits, and which long ones are empty -> ``[B, work, classes]``."""
+        return self.temporal(self.encode(frames), empty)
+
+    def encode(self, video: Tensor) -> Tensor:
+        """Features ``[B, T, D]``, with gradients through those frames that the configuration says."""
+        if self.config.frozen or not torch.is_grad_enabled():
+            return self.without_gradients(video)
+        if self.sbp is None or not self.training:
+            return self.with_gradients(video.flatten(0, 1)).unflatten(0, video.shape[:2])
+        return sampled_frames(self.with_gradients, video, self.sbp, self.step, self.config.chunk)
+
+    @torch.no_grad()
+    def without_gradients(self, video: Tensor) -> Tensor:
+        encode = self.encoder if self.training else self.encoder.forward  # not compiled
+        chunks = video.flatten(0, 1).split(self.config.chunk)
+        return torch.cat([encode(chunk) for chunk in chunks]).unflatten(0, video.shape[:2])
+
+    def with_gradients(self, frames: Tensor) -> Tensor:
+        if not (self.config.checkpoint and torch.is_grad_enabled()):
+            return self.encoder(frames)
+        chunks = frames.split(self.config.chunk)
+        return torch.cat([checkpoint(self.encoder, chunk, use_reentrant=False) for chunk in chunks])
+
+    def apply_sbp(self, config: SBPConfig) -> None:
+        """Sample frames and, if the encoder's configuration says so, tokens within those that are kept."""
+        if self.config.frozen:
+            raise UsageError(
+                "task.encoder.frozen leaves SBP nothing to do; set sbp.preset to none, or train the encoder"
+            )
+        check_one_ratio(config)
+        if self.config.tokens is not None:
+            tokens = replace(config, keep_ratio=self.config.tokens, sampler="grid")
+            torchsbp.apply(self.encoder.body, config=tokens)
+        else:
+            plain = SBPConfig.preset("default", **{name: getattr(config, name) for name in FOR_FRAMES})
+            others = [name for name, value in vars(config).items() if value != getattr(plain, name)]
+            if others:
+                raise UsageError(
+                    f"sbp.{others[0]} is about tokens within frames: set task.encoder.tokens, or leave it out"
+                )
+        # "grid", the default, is a pattern within frames: over time it would keep all of them.
+        self.sbp = replace(config, sampler="frames") if config.sampler == "grid" else config
+
+    def set_step(self, number: int) -> None:
+        self.step = number
+        if self.config.tokens is not None:
+            torchsbp.set_step(self.encoder.body, number)

@@ -1,0 +1,33 @@
+"""``torchsbp frames``: frames of video files as the task reads them."""
+
+import numpy as np
+
+from torchsbp.cli.main import main
+from torchsbp.train.data.thumos import Frames
+
+from ..train.test_videos import write_video
+
+
+def test_frames_are_taken_and_resized(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    write_video(tmp_path / "in" / "a.mp4", frames=60, size=(32, 64))
+    assert main(["frames", str(tmp_path / "in"), f"--out={tmp_path / 'frames'}", "--short=16", "--fps=5"]) == 0
+    assert "a.npy: 10 frames" in capsys.readouterr().out
+    frames = Frames(tmp_path / "frames", "a", "list:1")
+    assert frames.read(range(10)).shape == (10, 16, 32, 3)
+    shown = frames.read(range(10)).mean((1, 2, 3)) / 4
+    assert np.abs(shown - np.arange(0, 60, 6)).max() < 1.5  # of six frames between two; the codec is lossy
+    assert main(["frames", str(tmp_path / "in"), f"--out={tmp_path / 'frames'}"]) == 0
+    assert capsys.readouterr().out == ""  # there already
+
+
+def test_what_can_not_be_read_is_named_and_the_others_are_taken(tmp_path, capsys):
+    (tmp_path / "bad.mp4").write_text("no video")
+    write_video(tmp_path / "good.mp4", frames=30)
+    assert main(["frames", str(tmp_path), str(tmp_path / "gone.mp4"), f"--out={tmp_path / 'frames'}"]) == 1
+    told = capsys.readouterr()
+    assert "good.npy: 4 frames" in told.out
+    assert "2 of 3 videos can't be read" in told.err
+    assert "bad.mp4 can't be read" in told.err
+    assert "no video" in told.err
+    assert main(["frames", str(tmp_path), f"--out={tmp_path / 'frames'}", "--fps=0"]) == 2

@@ -1,0 +1,122 @@
+"""Encoder and temporal model together: which gradients are exact, and which frames the encoder learns from."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchsbp import SBPConfig
+from torchsbp.errors import UsageError
+from torchsbp.ops.reference import gate
+from torchsbp.train.data.window import Window
+from torchsbp.train.online.detector import OnlineDetector
+
+from .models import detector, video
+
+WINDOW = Window(long=6, long_rate=1, work=4)
+EMPTY = torch.tensor([[True, True, False, False, False, False], [False] * 6])
+
+
+def gradients(model: OnlineDetector, clip: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    logits = model(clip, EMPTY)
+    (logits.log_softmax(-1) * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
+    return {name: its.grad.clone() for name, its in model.named_parameters() if its.grad is not None}
+
+
+def sampled(ratio: float, step: int = 0, **config) -> OnlineDetector:
+    model = detector(WINDOW, **config)
+    model.apply_sbp(SBPConfig(keep_ratio=ratio, seed=3))
+    model.set_step(step)
+    return model
+
+
+def kept_frames(model: OnlineDetector, clip: Tensor) -> Tensor:
+    """Found by the gradients that reach features, one number for each frame of the batch."""
+    features = model.encode(clip)
+    (graph,) = torch.autograd.grad(features.sum(), [model.encoder.body[0].bias], retain_graph=True)
+    assert graph.abs().sum() > 0
+    found = []
+    for frame in range(clip.shape[1]):
+        (grad,) = torch.autograd.grad(features[:, frame].sum(), [model.encoder.body[0].bias], retain_graph=True)
+        found.append(bool(grad.abs().sum() > 0))
+    return torch.tensor(found).nonzero().flatten()
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("ratio", [0.2, 0.5, 1.0])
+def test_the_temporal_model_s_gradients_are_exact_and_the_encoder_s_those_of_kept_frames(ratio, checkpoint):
+    clip = video(2, 10)
+    model, full = sampled(ratio, checkpoint=checkpoint), detector(WINDOW)
+    keep = kept_frames(model, clip)
+    assert len(keep) == 10 * ratio
+    found, exact = gradients(model, clip), gradients(full, clip)
+    oracle = detector(WINDOW)
+    encode = oracle.encode
+    rows = (keep + 10 * torch.arange(2)[:, None]).flatten()
+    oracle.encode = lambda frames: gate(encode(frames), rows)
+    expected = gradients(oracle, clip)
+    assert found.keys() == expected.keys() == exact.keys()
+    for name in found:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-10, atol=1e-12)
+        if name.startswith("temporal.") or ratio == 1:
+            torch.testing.assert_close(found[name], exact[name], rtol=1e-10, atol=1e-12)
+        else:
+            assert not torch.allclose(found[name], exact[name])
+
+
+def test_forward_is_that_of_full_backprop():
+    clip = video(2, 10)
+    torch.testing.assert_close(sampled(0.2)(clip, EMPTY), detector(WINDOW)(clip, EMPTY), rtol=1e-12, atol=1e-12)
+
+
+def test_frames_follow_the_step():
+    clip = video(1, 10)
+    found = {tuple(kept_frames(sampled(0.2, step), clip).tolist()) for step in range(20)}
+    assert found == {(i, i + 5) for i in range(5)}
+
+
+def test_under_autocast_every_weight_learns():
+    """Weights are cast once for all chunks: first with gradients, or none would reach them."""
+    model = sampled(0.2).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(video(2, 10), EMPTY).square().sum().backward()
+    assert all(its.grad is not None and its.grad.abs().sum() > 0 for its in model.encoder.body[0].parameters())
+
+
+def test_batch_norms_are_frozen():
+    model = detector(WINDOW)
+    before = copy.deepcopy(model.encoder.state_dict())
+    found = gradients(model.train(), video(2, 10))
+    assert "encoder.body.0.weight" in found
+    assert not any(name.startswith("encoder.body.2.") for name in found)
+    assert all(torch.equal(value, before[name]) for name, value in model.encoder.state_dict().items())
+
+
+def test_a_frozen_encoder_gets_no_gradients():
+    assert all(name.startswith("temporal.") for name in gradients(detector(WINDOW, frozen=True), video(2, 10)))
+    with pytest.raises(UsageError, match=r"task.encoder.frozen leaves SBP nothing to do"):
+        sampled(0.2, frozen=True)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own look at features that come from the encoder
+def test_compiled_it_is_the_same():
+    clip = video(2, 10)
+    expected, model = gradients(sampled(0.2), clip), sampled(0.2)
+    model.compile(backend="aot_eager")
+    found = gradients(model, clip)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (SBPConfig(keep_ratio=(0.2, 0.5)), r"sbp.keep_ratio=\(0.2, 0.5\) varies over depth; frames have one ratio"),
+        (SBPConfig(attention="qkv"), r"sbp.attention is about tokens within frames: set task.encoder.tokens"),
+    ],
+)
+def test_what_frames_have_no_use_for_is_refused(config, message):
+    with pytest.raises(UsageError, match=message):
+        detector(WINDOW).apply_sbp(config)
