@@ -226,7 +226,7 @@ def test_the_encoder_begins_from_weights_with_or_without_a_classifier(whole, tmp
 
     from torchsbp.train.online.encoder import Encoder, make_encoder
 
-    options = {"depths": [1, 1, 1, 1], "dims": [8, 8, 8, 8], "patch_size": 2, "ls_init_value": 1.0}
+    options = {"depths": [1, 1, 1, 1], "dims": [8, 8, 8, 8], "patch_size": 4, "ls_init_value": 1.0}
     model = timm.create_model("convnext_atto", **options, num_classes=7)
     torch.save(model.state_dict(), tmp_path / "timm.pt")
 
