@@ -70,7 +70,8 @@ def generate(frames: int, size: int, draw: np.random.Generator) -> tuple[Tensor,
 
 def bars(frames: int, size: int, draw: np.random.Generator) -> np.ndarray:
     """How much of each pixel a bar covers, one in each frame, ``[frames, size, size]``."""
-    lines = np.abs(np.arange(size) - draw.uniform(0, size, (frames, 1))) < draw.uniform(0.5, 0.1 * size, (frames, 1))
+    places, widths = draw.uniform(0, size, (frames, 1)), draw.uniform(0.5, max(0.5, 0.1 * size), (frames, 1))
+    lines = np.abs(np.arange(size) - places) < widths
     upright = draw.integers(2, size=frames).astype(bool)
     across = np.broadcast_to(lines[:, :, None], (frames, size, size))
     return np.where(upright[:, None, None], across.transpose(0, 2, 1), across).astype(np.float64)
