@@ -1,14 +1,14 @@
 """Recognition of golf swings' phases and of generated motions: full backprop and SBP, paired seeds, on one GPU at once.
 
     python benchmarks/recognition.py --data carry/online --out runs/recognition --seconds 360
-    python benchmarks/recognition.py --data carry/online --device cpu --clips 4 --epochs 1 --seeds 0 --arms full r=0.5
+    python benchmarks/recognition.py --data carry/online --device cpu --clips 8 --epochs 1 --seeds 0 --arms full r=0.5
     python benchmarks/recognition.py --show runs/recognition
 
-Golf: 588 swings of GolfDB (see golf.py, which also says what DATA holds), cut into the 7 phases between their 8 events, 16
-frames evenly over each: 3080 clips to train with, 1036 to evaluate with. The middle of a backswing and of a downswing show
-the same poses in the other order. Generated: the product's own clips. What is trained is the product's own task, model and
-loop; clips lie in the GPU's memory. Each seed has the same initial weights and data order in every arm. The number of
-epochs is the same for all arms of a setting: as many as the time allows when all share the GPU. Start NVIDIA's multi-process
+Golf: 588 swings of GolfDB (see golf.py, which also says what DATA holds), cut into the 7 phases between their 8
+events, 16 frames evenly over each: 3080 clips to train with, 1036 to evaluate with. Backswing and downswing show the
+same poses in the other order. Generated: the product's own clips. What is trained is the product's own task, model and
+loop; clips lie in the GPU's memory. A seed has the same initial weights and data order in every arm. All arms of a
+setting have the same number of epochs: as many as the time allows when all share the GPU. Start NVIDIA's multi-process
 service before.
 """
 
@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,14 @@ def configuration(args: argparse.Namespace, which: str, arm: str, seed: int, epo
     from torchsbp.train.tasks.video import Augment, Data, Model, VideoOptions
 
     its, ratio = SETTINGS[which], ARMS[arm]
+    videos = (8 * args.clips, 8 * args.clips) if args.clips else (1024, 512)
     heads = [its["width"] // 24 * 2**stage for stage in range(4)]
     options = {"embed_dim": its["width"], "depths": its["depths"], "num_heads": heads, "window_size": its["window"]}
     return Config(
         task=VideoOptions(
             name="recognition",
             model=Model(options=options, drop_path=its["drop_path"]),
-            data=Data(source="generated", videos=(1024, 512), frames=FRAMES, stride=1, size=its["size"], workers=0),
+            data=Data(source="generated", videos=videos, frames=FRAMES, stride=1, size=its["size"], workers=0),
             augment=Augment(scale=its["scale"], hflip=0.0, smoothing=0.1),
         ),
         out=WORK / f"{which}_{arm}_{seed}",
@@ -94,7 +96,7 @@ def register(args: argparse.Namespace, which: str) -> None:
         """What is between two events of a swing."""
 
         heads = ("class",)
-        names = (tuple(f"{a} to {b}" for a, b in zip(PHASES[:-1], PHASES[1:], strict=True)),)
+        names = (tuple(f"{a} to {b}" for a, b in pairwise(PHASES)),)
 
         def __init__(self, training: bool) -> None:
             packed = np.load(args.data / "golfdb96_avif.npz")
@@ -103,7 +105,7 @@ def register(args: argparse.Namespace, which: str) -> None:
             self.videos, self.labels = [], []
             for number in numbers:
                 swing = torch.from_numpy(swings[number]).to(args.device).permute(0, 2, 3, 1)
-                for phase, (begin, end) in enumerate(zip(events[number][:-1], events[number][1:], strict=True)):
+                for phase, (begin, end) in enumerate(pairwise(events[number])):
                     evenly = torch.linspace(int(begin), int(end), FRAMES).round().long()
                     self.videos.append(swing[evenly.to(args.device)])
                     self.labels.append((phase,))
@@ -229,7 +231,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, help="instead of --seconds")
     parser.add_argument("--most", type=int, default=60, help="epochs")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--clips", type=int, help="use so many swings only")
+    parser.add_argument("--clips", type=int, help="use so many swings only, and eight times as many generated clips")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--show", type=Path, help="print the table of results and stop")
     args = parser.parse_args()

@@ -29,8 +29,8 @@ def make_optimizer(parameters: Any, config: Config, steps_per_epoch: int) -> tup
         over_time, _ = create_scheduler_v2(
             made,
             schedule.name,
-            num_epochs=config.epochs - (schedule.warmup_epochs if curve else 0),
-            warmup_epochs=schedule.warmup_epochs,
+            num_epochs=config.epochs - (schedule.warmup_epochs if curve else 0),  # type: ignore[arg-type]
+            warmup_epochs=schedule.warmup_epochs,  # type: ignore[arg-type]
             warmup_prefix=curve,
             warmup_lr=schedule.warmup_lr,
             min_lr=schedule.min_lr,
