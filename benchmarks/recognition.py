@@ -19,12 +19,13 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from golf import CLIPS, PHASES, WORK, collect, decode
+from golf import CLIPS, PHASES, decode
 
 ARMS = {"full": None, "r=0.5": 0.5, "r=0.25": 0.25}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -45,6 +46,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "drop_path": 0.0,
     },
 }
+WORK = Path(tempfile.gettempdir()) / "recognition"
+"""the runs' folders: of these only metrics go to OUT"""
 FRAMES, TIMED = 16, 10
 """of a clip; seconds in which every arm is timed, beside the others"""
 STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -187,6 +190,13 @@ def epochs_for(args: argparse.Namespace) -> dict[str, int]:
     return found
 
 
+def collect(out: Path) -> None:
+    """The metrics of all runs, as far as they are."""
+    for path in WORK.glob("*_*_*/metrics.jsonl"):
+        (out / path.parent.name).mkdir(exist_ok=True)
+        shutil.copy(path, out / path.parent.name)
+
+
 def last(out: Path) -> dict[str, float] | None:
     """The final evaluation of a run that has ended."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -243,7 +253,7 @@ def main() -> None:
         train(args, which, arm, int(seed), int(epochs))
         return
     shutil.rmtree(WORK, ignore_errors=True)
-    for folder in (WORK, args.out):
+    for folder in (WORK, CLIPS.parent, args.out):
         folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     if "golf" in args.settings:
