@@ -3,10 +3,10 @@
     python benchmarks/decoding.py --out benchmarks/results/decoding.json
     python benchmarks/decoding.py --files 2 --clips 20 --views 1
 
-Files are written first: H.264 in MP4, 340 × 256, 25 frames a second, as long as those of Kinetics. A clip is 32
-frames of every second, from anywhere; "ready" is with the crop to 224² that training makes. Time is that of the
-process, so other processes do not count. torchcodec needs an FFmpeg: where it does not decode, PyAV is measured
-alone. How the reading of a training run compares with its steps is said by ``torchsbp train RECIPE --throughput 20``.
+Files are written first: H.264 in MP4, 340 × 256, 25 frames a second, as long as those of Kinetics. A clip is 32 frames
+of every second, from anywhere; "ready" is with the crop to 224² that training makes. Time is that of the process, so
+other processes do not count. torchcodec needs an FFmpeg: where it does not decode, PyAV is measured alone. How the
+reading of a training run compares with its steps is said by ``torchsbp train RECIPE --throughput 20``.
 """
 
 import argparse

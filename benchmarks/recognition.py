@@ -1,30 +1,31 @@
 """Recognition of golf swings' phases and of generated motions: full backprop and SBP, paired seeds, on one GPU at once.
 
     python benchmarks/recognition.py --data carry/online --out runs/recognition --seconds 360
-    python benchmarks/recognition.py --data carry/online --device cpu --clips 4 --epochs 1 --seeds 0 --arms full r=0.5
+    python benchmarks/recognition.py --data carry/online --device cpu --clips 8 --epochs 1 --seeds 0 --arms full r=0.5
     python benchmarks/recognition.py --show runs/recognition
 
 Golf: 588 swings of GolfDB (see golf.py, which also says what DATA holds), cut into the 7 phases between their 8
-events, 16 frames evenly over each: 3080 clips to train with, 1036 to evaluate with. The middle of a backswing and of
-a downswing show the same poses in the other order. Generated: the product's own clips. What is trained is the
-product's own task, model and loop; clips lie in the GPU's memory. Each seed has the same initial weights and data
-order in every arm. The number of epochs is the same for all arms of a setting: as many as the time allows when all
-share the GPU. Start NVIDIA's multi-process service before.
+events, 16 frames evenly over each: 3080 clips to train with, 1036 to evaluate with. Backswing and downswing show the
+same poses in the other order. Generated: the product's own clips. What is trained is the product's own task, model and
+loop; clips lie in the GPU's memory. A seed has the same initial weights and data order in every arm. All arms of a
+setting have the same number of epochs: as many as the time allows when all share the GPU. Start NVIDIA's multi-process
+service before.
 """
 
 import argparse
-import itertools
 import json
 import os
 import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from golf import CLIPS, PHASES, WORK, collect, decode
+from golf import CLIPS, PHASES, decode
 
 ARMS = {"full": None, "r=0.5": 0.5, "r=0.25": 0.25}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -45,6 +46,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "drop_path": 0.0,
     },
 }
+WORK = Path(tempfile.gettempdir()) / "recognition"
+"""the runs' folders: of these only metrics go to OUT"""
 FRAMES, TIMED = 16, 10
 """of a clip; seconds in which every arm is timed, beside the others"""
 STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -57,13 +60,14 @@ def configuration(args: argparse.Namespace, which: str, arm: str, seed: int, epo
     from torchsbp.train.tasks.video import Augment, Data, Model, VideoOptions
 
     its, ratio = SETTINGS[which], ARMS[arm]
+    videos = (8 * args.clips, 8 * args.clips) if args.clips else (1024, 512)
     heads = [its["width"] // 24 * 2**stage for stage in range(4)]
     options = {"embed_dim": its["width"], "depths": its["depths"], "num_heads": heads, "window_size": its["window"]}
     return Config(
         task=VideoOptions(
             name="recognition",
             model=Model(options=options, drop_path=its["drop_path"]),
-            data=Data(source="generated", videos=(1024, 512), frames=FRAMES, stride=1, size=its["size"], workers=0),
+            data=Data(source="generated", videos=videos, frames=FRAMES, stride=1, size=its["size"], workers=0),
             augment=Augment(scale=its["scale"], hflip=0.0, smoothing=0.1),
         ),
         out=WORK / f"{which}_{arm}_{seed}",
@@ -95,7 +99,7 @@ def register(args: argparse.Namespace, which: str) -> None:
         """What is between two events of a swing."""
 
         heads = ("class",)
-        names = (tuple(f"{a} to {b}" for a, b in itertools.pairwise(PHASES)),)
+        names = (tuple(f"{a} to {b}" for a, b in pairwise(PHASES)),)
 
         def __init__(self, training: bool) -> None:
             packed = np.load(args.data / "golfdb96_avif.npz")
@@ -104,7 +108,7 @@ def register(args: argparse.Namespace, which: str) -> None:
             self.videos, self.labels = [], []
             for number in numbers:
                 swing = torch.from_numpy(swings[number]).to(args.device).permute(0, 2, 3, 1)
-                for phase, (begin, end) in enumerate(zip(events[number][:-1], events[number][1:], strict=True)):
+                for phase, (begin, end) in enumerate(pairwise(events[number])):
                     evenly = torch.linspace(int(begin), int(end), FRAMES).round().long()
                     self.videos.append(swing[evenly.to(args.device)])
                     self.labels.append((phase,))
@@ -186,6 +190,13 @@ def epochs_for(args: argparse.Namespace) -> dict[str, int]:
     return found
 
 
+def collect(out: Path) -> None:
+    """The metrics of all runs, as far as they are."""
+    for path in WORK.glob("*_*_*/metrics.jsonl"):
+        (out / path.parent.name).mkdir(exist_ok=True)
+        shutil.copy(path, out / path.parent.name)
+
+
 def last(out: Path) -> dict[str, float] | None:
     """The final evaluation of a run that has ended."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -230,7 +241,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, help="instead of --seconds")
     parser.add_argument("--most", type=int, default=60, help="epochs")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--clips", type=int, help="use so many swings only")
+    parser.add_argument("--clips", type=int, help="use so many swings only, and eight times as many generated clips")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--show", type=Path, help="print the table of results and stop")
     args = parser.parse_args()
@@ -242,7 +253,7 @@ def main() -> None:
         train(args, which, arm, int(seed), int(epochs))
         return
     shutil.rmtree(WORK, ignore_errors=True)
-    for folder in (WORK, args.out):
+    for folder in (WORK, CLIPS.parent, args.out):
         folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     if "golf" in args.settings:
