@@ -114,7 +114,7 @@ def test_padding_is_last_in_windows():
     kept = torchsbp.kept(model)["body.layers_0.blocks.0"][0]  # windows of 5 × 5 in a grid of 9 × 13
     columns = kept % 13
     first = columns[columns < 5]
-    assert len(first) == 12 + 12  # two windows that are image alone keep half of it
+    assert len(first) == 12 + 10  # two windows, of 25 and 20 positions, that are image alone keep half of it
     assert (columns[(columns >= 5) & (columns < 10)] == 5).sum() == 5 + 4  # and those with a column of image all of it
 
 

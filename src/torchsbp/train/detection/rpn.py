@@ -88,9 +88,9 @@ def at(head: Any, maps: list[Tensor], chosen: Tensor) -> tuple[Tensor, Tensor]:
     patches = maps[0].new_zeros(len(chosen), 9, maps[0].shape[1])
     start = 0
     for its, count in zip(maps, counts, strict=True):
-        here = ((number >= start) & (number < start + count)).nonzero().flatten()
-        position = (number[here] - start) // each
-        patches = patches.index_add(0, here, surroundings(its, image[here], position))
+        here = (number >= start) & (number < start + count)  # not their indices: that would wait for the GPU
+        position = torch.where(here, number - start, 0) // each
+        patches = patches + surroundings(its, image, position) * here[:, None, None]
         start += count
     conv, (score, box) = head.conv[0][0], (head.cls_logits, head.bbox_pred)
     hidden = F.relu(F.linear(patches.flatten(1), conv.weight.permute(0, 2, 3, 1).flatten(1), conv.bias))
