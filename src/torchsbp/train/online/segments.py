@@ -47,8 +47,8 @@ def proposals(scores: np.ndarray, label: int, fps: float) -> list[Found]:
 
 
 def contrast(scores: np.ndarray, begin: int, end: int) -> float:
-    """The mean within a stretch, less that of a quarter of its length on either side: a part of an action, however sure,
-    does not stand out."""
+    """The mean within a stretch, less that of a quarter of its length on either side: a part of an action, however
+    sure, does not stand out."""
     margin = max(1, (end - begin) // 4)
     around = np.concatenate((scores[max(0, begin - margin) : begin], scores[end : end + margin]))
     return float(scores[begin:end].mean() - (around.mean() if len(around) else 0.0))
