@@ -87,7 +87,8 @@ class Case:
         """Random images and labels; those of another batch are freed first."""
         self.batch, self.images = batch, torch.empty(0)
         with torch.device(self.setting.device):
-            images, self.labels = torch.randn(batch, 3, self.size, self.size), torch.randint(1000, (batch,))
+            shape = self.spec.shape(self.size, **self.setting.build)
+            images, self.labels = torch.randn(batch, *shape), torch.randint(1000, (batch,))
         self.images = images.to(memory_format=torch.channels_last) if self.spec.channels_last else images
 
     def forward(self) -> torch.Tensor:

@@ -197,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--encoder", default="resnet50")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--chunk", type=int, default=64, help="frames encoded at a time without gradients")
+    parser.add_argument("--chunk", type=int, default=256, help="frames encoded at a time without gradients")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--limit", type=float, default=240, help="seconds for a method to prepare, and to be measured")

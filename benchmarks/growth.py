@@ -1,6 +1,7 @@
-"""Memory and time as training grows: over batch, resolution and depth of a ViT.
+"""Memory and time as training grows: over batch, resolution and depth of a ViT, over the frames of a video model.
 
     python benchmarks/growth.py --jobs 4 --out benchmarks/results/growth.json
+    python benchmarks/growth.py --models video_swin_tiny --axes frames --methods full checkpoint "sbp frames r=0.25"
     python benchmarks/plot.py benchmarks/results/growth.json --out growth.png
 
 What does not fit is a row with an error, a gap in the plot.
@@ -17,7 +18,13 @@ import commandline
 from case import MODES, Case, Row, Setting, measure, release
 
 METHODS = ["full", "checkpoint", "sbp query r=0.25", "sbp query r=0.25, saved"]
-AXES = {"resolution": (224, 384, 512, 1024), "batch": (32, 128, 512), "depth": (6, 12, 24, 48)}
+AXES = {
+    "resolution": (224, 384, 512, 1024),
+    "batch": (32, 128, 512),
+    "depth": (6, 12, 24, 48),
+    "frames": (8, 16, 32, 64, 128),
+}
+OF_IMAGES = [axis for axis in AXES if axis != "frames"]
 
 
 def grown(setting: Setting, axis: str, value: int) -> Setting:
@@ -25,6 +32,8 @@ def grown(setting: Setting, axis: str, value: int) -> Setting:
         return replace(setting, batch=value)
     if axis == "resolution":
         return replace(setting, batch=8, size=value)
+    if axis == "frames":
+        return replace(setting, build={"frames": value})
     return replace(setting, batch=64, build={"depth": value})
 
 
@@ -48,7 +57,8 @@ def sweep(setting: Setting, axis: str, values: Sequence[int]) -> Iterator[Row]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = commandline.parser(__doc__, ["vit_base"], METHODS)
-    parser.add_argument("--axes", nargs="+", default=list(AXES), choices=list(AXES), metavar="AXIS")
+    parser.add_argument("--axes", nargs="+", default=OF_IMAGES, choices=list(AXES), metavar="AXIS")
+    parser.add_argument("--batch", type=int, help="over frames: instead of the model's own")
     parser.add_argument("--modes", nargs="+", default=["eager"], choices=list(MODES))
     parser.set_defaults(steps=4, warmup=2)
     args = parser.parse_args(argv)

@@ -1,6 +1,6 @@
-"""The models that are measured: the papers' Table 1 and two whose blocks are run again, at usual batch sizes."""
+"""The models that are measured: the papers' Table 1, Swin, DINOv3, EVA02, video; at usual batch sizes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import timm
@@ -9,6 +9,10 @@ from torch import nn
 
 VIT = ("full", "checkpoint", "sbp query r=0.25", "sbp query r=0.25, saved")
 CONVNEXT = ("full", "checkpoint", "sbp query r=0.5", "sbp query r=0.5, saved")
+RATIOS = ("full", "sbp query r=0.5", "sbp query r=0.25")
+VIDEO = ("full", "checkpoint", "exact, lean (r=1)", *(f"sbp frames r={ratio}" for ratio in (0.5, 0.25, 0.125)))
+BOTH = ("eager", "compiled")
+TINY_SWIN = {"embed_dim": 24, "depths": [1, 1, 2, 1], "num_heads": [1, 2, 2, 4], "window_size": [2, 4, 4]}
 
 
 @dataclass(frozen=True)
@@ -22,12 +26,34 @@ class Model:
     methods: tuple[str, ...] = ()
     modes: tuple[str, ...] = ("eager",)
 
+    def shape(self, size: int, **options: Any) -> tuple[int, ...]:
+        """Of one sample."""
+        return (3, size, size)
+
     def build(self, size: int | None = None, **options: Any) -> nn.Module:
         size = size or self.size
         if "vit" in self.name:
             options["img_size"] = size
         model = timm.create_model(self.name, num_classes=1000, **options).train()
         return model.to(memory_format=torch.channels_last) if self.channels_last else model
+
+
+@dataclass(frozen=True)
+class Video(Model):
+    """Clips of so many frames."""
+
+    frames: int = 32
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def shape(self, size: int, frames: int | None = None, **options: Any) -> tuple[int, ...]:
+        return (3, frames or self.frames, size, size)
+
+    def build(self, size: int | None = None, frames: int | None = None, **options: Any) -> nn.Module:
+        from torchsbp.train.video.model import Model as Options
+        from torchsbp.train.video.model import make_model
+
+        given = Options(self.name, {**self.options, **options})
+        return make_model(given, frames or self.frames, size or self.size, classes=1000, start=True).train()
 
 
 MODELS = {
@@ -37,7 +63,12 @@ MODELS = {
     "convnext_base": Model("convnext_base", 64, channels_last=True, methods=CONVNEXT, modes=("compiled", "graphs")),
     "dinov3_base": Model("vit_base_patch16_dinov3", 256, methods=VIT, modes=("compiled",)),
     "swin_tiny": Model("swin_tiny_patch4_window7_224", 128, methods=CONVNEXT, modes=("eager", "compiled")),
+    "eva02_base": Model("eva02_base_patch14_224", 64, methods=RATIOS, modes=BOTH),
+    "video_swin_tiny": Video("swin3d_t", 16, methods=VIDEO, modes=BOTH),
+    "video_swin_base": Video("swin3d_b", 8, methods=VIDEO, modes=BOTH),
+    "videomae_base": Video("transformers/VideoMAEForVideoClassification", 16, methods=VIDEO, modes=BOTH, frames=16),
     "test_vit": Model("test_vit", 2, 64),
     "test_convnext": Model("test_convnext", 2, 64, channels_last=True),
+    "test_video": Video("swin3d_t", 2, 64, frames=16, options=TINY_SWIN),
 }
 MEASURED = [name for name in MODELS if not name.startswith("test_")]

@@ -241,10 +241,12 @@ TOKENS = {
     "post norm": tokens("vit_tiny_patch16_224", block_fn=vit.ResPostBlock, init_values=0.5),
     "eva": tokens("eva_giant_patch14_224"),
     "eva02": tokens("eva02_tiny_patch14_224", rules=ALL),
+    "eva02, inner norm": tokens("eva02_tiny_patch14_224", scale_attn_inner=True),
     "eva post norm": tokens("eva_giant_patch14_224", use_post_norm=True, use_rot_pos_emb=True, scale_attn_inner=True),
     "dinov3": tokens("vit_small_patch16_dinov3", init_values=0.5),
     "dinov3 split qkv": tokens("vit_small_plus_patch16_dinov3", qkv_fused=False, attn_type="rope", **GROUPED),
     "mixed rope": tokens("vit_small_patch16_rope_mixed_224", init_values=0.5),
+    "mixed rope, inner norm": tokens("vit_small_patch16_rope_mixed_224", scale_attn_inner=True),
     "gated rope": tokens("vit_small_patch16_rope_ape_224", attn_type="rope", **NORMED),
     "beit": learned_bias("beitv2_base_patch16_224", init_values=0.5),
     "beit shared bias": learned_bias(

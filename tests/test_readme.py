@@ -26,14 +26,14 @@ def results(file: str) -> dict:
 @pytest.fixture
 def benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    names = ("run", "memory", "limits")
+    names = ("run", "memory", "limits", "frames", "detection")
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     return map(importlib.import_module, names)
 
 
 def test_tables_are_the_measured_ones(benchmarks):
-    run, memory, limits = benchmarks
+    run, memory, limits, frames, detection = benchmarks
     page, rows = (ROOT / "docs" / "benchmarks.md").read_text(), results("h200.json")["rows"]
     assert run.front(rows) in README
     for mode in ("eager", "compiled", "graphs"):
@@ -44,7 +44,10 @@ def test_tables_are_the_measured_ones(benchmarks):
     assert run.markdown(results("cpu.json")["rows"]) in page
     assert limits.markdown(results("limits.json")["rows"]) in page
     assert all(f"commit {row['commit']}" in page.lower() for row in [*rows, *plans])
-    for file in ("cpu.json", "limits.json", "growth.json"):
+    assert detection.markdown(results("detection.json")["rows"]) in page
+    for file in ("frames.json", "frames_chunk64.json"):
+        assert frames.markdown(results(file)["rows"]) in page
+    for file in ("cpu.json", "limits.json", "growth.json", "frames.json", "frames_chunk64.json"):
         assert f"commit {results(file)['commit']}" in page.lower()
 
 

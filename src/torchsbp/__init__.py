@@ -17,12 +17,13 @@ if TYPE_CHECKING:
         sbp,
         sbp_frames,
         schedules,
+        set_sizes,
         set_step,
     )
 
 __all__ = [
     "SBPConfig", "apply", "check", "estimate", "kept", "measure", "plan", "register", "remove", "sbp", "sbp_frames",
-    "schedules", "set_step",
+    "schedules", "set_sizes", "set_step",
 ]  # fmt: skip
 __version__ = "0.1.0"
 

@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchsbp.ops.activations import ACTIVATIONS, Activation
+from torchsbp.ops.activations import ACTIVATIONS, GATED, Activation
 from torchsbp.ops.attention import attention_branch
 from torchsbp.ops.block import transformer_block
 from torchsbp.ops.device import CPU, CUDA, substituted
 from torchsbp.ops.downsample import DownsampleSpec, downsample
 from torchsbp.ops.heads import AttentionSpec
-from torchsbp.ops.kernel_steps import ACTIVATION_CODES, KernelSteps, launch, take_rows
+from torchsbp.ops.kernel_steps import ACTIVATION_CODES, KernelSteps, launch, rotated, take_rows
 from torchsbp.ops.layers import BackwardOptions, Norm, norm_again
 from torchsbp.ops.mlp import MLPSpec, mlp_branch
+from torchsbp.ops.rotary import rotate, rotate_backward
 from torchsbp.ops.rows import RowWeight
 from torchsbp.ops.rules import RULES
 from torchsbp.ops.steps import Affine, Steps
@@ -117,6 +118,33 @@ def test_activation(name, dtype, overwrite):
         return g, dh
 
     check(run, 300, dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize("name", ["silu", "gelu"])
+def test_gated_activation(name, overwrite):
+    h, dg = randn(SAMPLES * N, 300) * 2, randn(SAMPLES * N, 150)
+
+    def run(steps):
+        a = h.clone()
+        g, dh = steps.activation(a, dg.clone(), GATED + name, overwrite, total="hidden")
+        assert overwrite or torch.equal(a, h)
+        return g, dh
+
+    check(run, 300)
+
+
+@pytest.mark.parametrize("back", [True, False])
+@pytest.mark.parametrize("half, by_head, ratio", [(False, False, 1.0), (True, False, 0.3), (False, True, 0.3)])
+def test_rotation(half, by_head, ratio, back):
+    """Of queries that lie in a product of three, as the op has them."""
+    heads, width, rows = 3, 12, rows_of(ratio)
+    m = N if rows is None else rows.shape[0] // SAMPLES
+    x, *_ = randn(SAMPLES, m, 3, heads, width).permute(2, 0, 3, 1, 4)
+    rope = randn(*([heads] if by_head else []), N, 2 * width)
+    expected = (rotate_backward if back else rotate)(x, rope, rows, half)
+    found = rotated(launch, x, rope, rows, half, back)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_kernel_knows_activations_by_the_names_of_the_registry():

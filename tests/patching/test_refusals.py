@@ -205,7 +205,7 @@ def test_a_block_that_appears_twice_is_refused():
 def test_rules_that_a_block_does_not_have(rule):
     message = rf"blocks.1: attention='{rule}' is not allowed here; allowed: 'query'"
     with pytest.raises(ValueError, match=message):
-        torchsbp.apply(tiny_vit(mlp_layer=timm.layers.SwiGLU), attention=rule)
+        torchsbp.apply(tiny_vit(block_fn=timm.models.vision_transformer.ResPostBlock), attention=rule)
 
 
 def test_bad_samplers_and_schedules():

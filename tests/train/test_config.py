@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, replace
 
+from torchsbp.cli.recipe import parse
 from torchsbp.train.config import EMA, Config, differences, plain
 from torchsbp.train.tasks.classification import ClassificationOptions, Model
 
@@ -31,3 +32,13 @@ def test_options_within_are_compared_one_by_one():
         "task.model.options.embed_dim=None instead of 16",
         "seed=1 instead of 0",
     ]
+
+
+def test_options_of_train_have_the_spellings_of_the_other_commands():
+    common = ["digits", "--sbp.preset=default", "--seed=7"]
+    found = parse("train", [*common, "--precision", "bf16", "--channels-last=true", "--keep-ratio", "0.25"])
+    named = ["--precision=bfloat16", "--channels_last=true", "--sbp.keep_ratio=0.25"]
+    assert found == parse("train", [*common, *named])
+    assert (found.precision, found.channels_last, found.sbp.keep_ratio, found.seed) == ("bfloat16", True, 0.25, 7)
+    assert parse("train", ["digits", "--precision=fp32"]).precision == "float32"
+    assert parse("train", ["digits", "--precision=fp16"]).precision == "float16"

@@ -14,6 +14,7 @@ from torchsbp.train.config import SBP
 from torchsbp.train.distributed import Processes
 from torchsbp.train.loop import Trainer
 
+from .detection.runs import coco_folder
 from .runs import evaluate, lines, run, train
 
 TABLE_1 = {  # stochastic depth, top-1 and memory of the image paper
@@ -70,6 +71,9 @@ def test_table_1_is_set_as_in_the_paper(name):
 SMALL = ["--device=cpu", "--precision=float32", "--compile=false", "--log.progress=false", "--task.data.workers=0"]
 
 
+DETECTION = [name for name in recipes() if name.startswith("coco/") or name == "penn_fudan"]
+
+
 def of_classification(name: str) -> bool:
     return "task:\n  name:" not in (RECIPES / f"{name}.yaml").read_text()
 
@@ -91,6 +95,52 @@ def test_a_recipe_trains(name, tmp_path, monkeypatch):
         options += ["--task.model.options.embed_dim=12", "--task.model.options.num_heads=3"]
         options += [f"--task.model.options.img_size={size}", "--task.model.options.depth=3"]
     options += ["--epochs=1", "--schedule.warmup_epochs=0", "--batch=12", "--micro_batch=6", "--log.tensorboard=false"]
+    out = tmp_path / "run"
+    assert train([name, *SMALL, *options, f"--out={out}"]) == 0
+    assert [line["kind"] for line in lines(out)] == ["run", "train", "valid", "end"]
+
+
+TABLE_2 = {  # box AP, mask AP, memory of the image paper; lr, layer decay, drop path, proposals of ConvNeXt's recipes
+    "coco/mask_rcnn_convnext_tiny": ("46.2", "41.7", "8.6 GB", 1e-4, 0.95, 0.4, 1000),
+    "coco/mask_rcnn_convnext_tiny_sbp": ("45.5", "41.1", "5.9 GB", 1e-4, 0.95, 0.4, 1000),
+    "coco/cascade_mask_rcnn_convnext_base": ("52.7", "45.6", "17.4 GB", 2e-4, 0.8, 0.7, 2000),
+    "coco/cascade_mask_rcnn_convnext_base_sbp": ("52.5", "45.4", "12.5 GB", 2e-4, 0.8, 0.7, 2000),
+}
+
+
+@pytest.mark.parametrize("name", TABLE_2)
+def test_table_2_is_set_as_in_the_paper(name):
+    config = parse("train", [name])
+    boxes, masks, memory, lr, decay, drop_path, proposals = TABLE_2[name]
+    text = (RECIPES / f"{name}.yaml").read_text()
+    assert f"The paper's number: {boxes} box AP, {masks} mask AP, {memory}/GPU" in text
+    model, optimizer, schedule, augment = config.task.model, config.optimizer, config.schedule, config.task.augment
+    assert model.kind == name.removeprefix("coco/").partition("_convnext")[0]
+    assert (model.drop_path, model.proposals, model.options) == (drop_path, proposals, {"ls_init_value": 1.0})
+    assert (optimizer.lr, optimizer.layer_decay, optimizer.weight_decay) == (lr, decay, 0.05)
+    assert optimizer.clip_norm is None
+    assert (config.epochs, config.batch, schedule.name, schedule.warmup_steps) == (36, 16, "multistep", 1000)
+    assert schedule.warmup_lr == pytest.approx(lr * 1e-3)
+    assert schedule.options == {"decay_milestones": [27, 33], "decay_rate": 0.1}
+    assert (augment.short, augment.long, augment.eval_short) == ([*range(480, 801, 32)], 1333, 800)
+    assert (augment.crop, augment.crop_short, augment.crop_sides) == (True, [400, 500, 600], (384, 600))
+    paper = torchsbp.SBPConfig.preset("paper") if name.endswith("_sbp") else None
+    assert config.sbp.build(0, 10) == paper
+
+
+@pytest.mark.parametrize("name", DETECTION)
+def test_a_recipe_of_detectors_trains(name, tmp_path):
+    """Its own settings, on eight small pictures and a smaller model of its family."""
+    model = "--task.model."
+    options = [
+        f"{model}pretrained=false", f'{model}options={{"depths": [1, 1, 2, 1], "dims": [8, 12, 16, 20]}}',
+        f"{model}width=32", f"{model}hidden=16", f"{model}sampled=16", f"{model}proposals=50", f"{model}drop_path=0.1",
+        f"--task.data.root={coco_folder(tmp_path / 'data')}", "--task.data.train=train", "--task.data.valid=val",
+        "--task.data.train_json=annotations/train.json", "--task.data.valid_json=annotations/val.json",
+        "--task.data.buckets=[[64, 96], [96, 96]]", "--task.augment.short=[48, 64]", "--task.augment.long=96",
+        "--task.augment.crop_short=[64]", "--task.augment.crop_sides=[40, 60]", "--task.augment.eval_short=64",
+        "--epochs=1", "--batch=4", "--micro_batch=2", "--schedule.warmup_steps=1", "--log.tensorboard=false",
+    ]  # fmt: skip
     out = tmp_path / "run"
     assert train([name, *SMALL, *options, f"--out={out}"]) == 0
     assert [line["kind"] for line in lines(out)] == ["run", "train", "valid", "end"]

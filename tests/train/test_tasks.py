@@ -149,10 +149,7 @@ def test_a_task_is_registered_in_python(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name, message",
     [
-        (
-            "segmentation",
-            "task.name 'segmentation' is unknown; known: classification, ",
-        ),
+        ("segmentation", "task.name 'segmentation' is unknown; known: classification, "),
         ("no.such:Task", "task.name 'no.such:Task' can't be imported: No module named 'no'"),
         ("json:dumps", "task.name 'json:dumps' is no class derived from torchsbp.train.task.Task"),
         (":x", "task.name ':x' can't be imported"),

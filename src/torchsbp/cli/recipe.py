@@ -1,11 +1,12 @@
 """A recipe and the options after it, as the configuration of a run; the task that they name brings its own."""
 
 import argparse
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from ..config import options
 from ..errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,16 +34,30 @@ def find_recipe(name: str) -> Path:
 def parse(command: str, argv: list[str]) -> "Config":
     from ..train.config import Config
 
+    argv = [spelled(word) for word in argv]
     if argv and not argv[0].startswith("-"):
         argv = ["--config", str(find_recipe(argv[0])), *argv[1:]]
     task = task_name(argv)
     for path in files_of(argv):
         check_sections(read(path), sections(task), path)
     arguments = parser(command, task)
-    options = arguments.parse_args(argv)
-    options.pop("config")
-    check_sections(vars(options), sections(task), "the command line")
-    return Config(**vars(arguments.instantiate(options)))
+    found = arguments.parse_args(argv)
+    found.pop("config")
+    check_sections(vars(found), sections(task), "the command line")
+    return Config(**vars(arguments.instantiate(found)))
+
+
+def spelled(word: str) -> str:
+    """An option by the name that it has in recipes: ``--channels-last`` and ``--keep-ratio`` are known too."""
+    from ..train.config import Config
+
+    if not word.startswith("--"):
+        return word
+    name, given, value = word[2:].partition("=")
+    name = name.replace("-", "_")
+    if name in {its.name for its in options()} - {its.name for its in fields(Config)}:
+        name = f"sbp.{name}"
+    return f"--{name}{given}{value}"
 
 
 def files_of(argv: list[str]) -> list[str]:
@@ -67,14 +82,14 @@ def parts(kind: Any) -> dict[str, Any]:
 
 def check_sections(content: Any, known: dict[str, Any], where: str, name: str = "") -> None:
     """Raise ``UsageError`` if there is something else in the place of options."""
-    options = content if isinstance(content, dict) else getattr(content, "__dict__", None)
-    if options is None:
+    its_own = content if isinstance(content, dict) else getattr(content, "__dict__", None)
+    if its_own is None:
         found = "nothing" if content is None else repr(content)
         what = f"{name} has options of its own" if name else "a recipe has options"
         raise UsageError(f"{where}: {what} (NAME: VALUE), found {found}; allowed: {', '.join(known) or 'its options'}")
     for its, within in known.items():
-        if its in options:
-            check_sections(options[its], within, where, f"{name}.{its}" if name else its)
+        if its in its_own:
+            check_sections(its_own[its], within, where, f"{name}.{its}" if name else its)
 
 
 def parser(command: str, task: str) -> "ArgumentParser":
@@ -87,6 +102,7 @@ def parser(command: str, task: str) -> "ArgumentParser":
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     result = ArgumentParser(
         prog=f"torchsbp {command}",
+        allow_abbrev=False,
         description=f"torchsbp {command} RECIPE [options]. Recipes: {', '.join(recipes())}, or a YAML file. "
         f"Tasks: {', '.join(tasks.names())}, or package.module:Class; the options of {task} are shown.",
     )

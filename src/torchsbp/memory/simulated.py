@@ -53,6 +53,9 @@ class SimulatedDevice(CUDA):
     kernel_steps = SimulatedSteps
     kernel_windows = SimulatedWindowAttention
 
+    def launch(self, kernel: str, grid: tuple[int, ...], **arguments: Any) -> None:
+        """Nothing."""
+
     def prefers_cudnn(self, q: Tensor) -> bool:
         return True
 

@@ -6,14 +6,17 @@ Another one may stand in for all of them (``substituted``): that is how memory i
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.attention
 from torch import Tensor
 
 from . import rows as R
-from .kernel_steps import KernelSteps, take_rows
+from .kernel_steps import KernelSteps, rotated, take_rows
+from .launch import launch
 from .layers import Grad, cast
+from .rotary import rotate, rotate_backward
 from .steps import Steps
 from .window_attention import WindowAttention
 from .window_launches import KernelWindowAttention
@@ -33,6 +36,10 @@ class Device:
     def windows(self, q: Tensor) -> WindowAttention:
         """Attention in windows for such queries."""
         return WindowAttention()
+
+    def rotate(self, x: Tensor, rope: Tensor, rows: R.Rows, half: bool, back: bool = False) -> Tensor:
+        """Queries or keys turned by rotary embeddings, or their gradients turned back."""
+        return (rotate_backward if back else rotate)(x, rope, rows, half)
 
     def steps(self, x: Tensor, columns: int) -> Steps:
         """The steps of a backward pass over rows like x's, whose totals have so many columns together."""
@@ -82,6 +89,15 @@ class CUDA(Device):
         """The kernels add up the bias's gradient in any order."""
         fits = self.has_triton and q.dtype != torch.float64 and not torch.are_deterministic_algorithms_enabled()
         return self.kernel_windows() if fits else WindowAttention()
+
+    def rotate(self, x: Tensor, rope: Tensor, rows: R.Rows, half: bool, back: bool = False) -> Tensor:
+        if not (self.fits(x) and rope.dim() <= 3 and x.shape[1] * x.shape[3] <= WIDEST):
+            return super().rotate(x, rope, rows, half, back)
+        return rotated(self.launch, x, rope, rows, half, back)
+
+    def launch(self, kernel: str, grid: tuple[int, ...], **arguments: Any) -> None:
+        """A kernel that is none of the steps'."""
+        launch(kernel, grid, **arguments)
 
     def steps(self, x: Tensor, columns: int) -> Steps:
         return self.kernel_steps(x, columns) if self.fits(x) else Steps(x, columns)

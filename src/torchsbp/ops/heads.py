@@ -9,7 +9,7 @@ from . import rows as R
 from .device import device_of
 from .layers import Grad, Norm, linear, norm, norm_again, norm_backward
 from .named import Needs
-from .rotary import rope_gradient, rotate, rotate_backward
+from .rotary import rope_gradient
 from .rules import RULES, Rule
 from .sdpa import attend, attend_backward
 from .window_attention import Cut, Padding
@@ -89,7 +89,7 @@ def normalised(qkv: QKV, p: AttentionParams, spec: AttentionSpec) -> QKV:
         q = norm(q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm, spec.dtype)
         k = norm(k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm, spec.dtype)
     if p.rope is not None:
-        q, k = (rotate(t, p.rope, None, spec.rotate_half) for t in (q, k))
+        q, k = (device_of(t).rotate(t, p.rope, None, spec.rotate_half) for t in (q, k))
     return QKV(q, k, v)
 
 
@@ -147,7 +147,7 @@ class Turned:
         self.weight, self.bias, self.rows, self.rope, self.spec = weight, bias, rows, p.rope, spec
         self.norm = None if spec.qk_norm is None else norm_again(x, weight, bias, spec.qk_norm, spec.dtype)
         self.x = x if self.norm is None else self.norm.y
-        self.y = self.x if p.rope is None else rotate(self.x, p.rope, rows, spec.rotate_half)
+        self.y = self.x if p.rope is None else device_of(x).rotate(self.x, p.rope, rows, spec.rotate_half)
 
     def backward(
         self, dy: Tensor, needs_weight: bool, needs_bias: bool, needs_rope: bool
@@ -156,7 +156,7 @@ class Turned:
         d_rope, half = None, self.spec.rotate_half
         if self.rope is not None:
             d_rope = rope_gradient(dy, self.x, self.rope, self.rows, half) if needs_rope else None
-            dy = rotate_backward(dy, self.rope, self.rows, half)
+            dy = device_of(dy).rotate(dy, self.rope, self.rows, half, back=True)
         if self.norm is None or self.spec.qk_norm is None:
             return dy, None, None, d_rope
         return *norm_backward(

@@ -4,13 +4,14 @@ Sums over rows go to a buffer that all steps of a backward pass share: each prog
 it, and it is summed once.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import rows as R
-from .activations import activation_named
+from .activations import GATED, activation_named
 from .launch import launch
 from .layers import Grad, Normed
 from .steps import Affine, Cotangent, Steps
@@ -19,6 +20,7 @@ PROGRAMS_PER_PROCESSOR = 4
 ACTIVATION_TILE = {"ROWS": 8, "BLOCK": 128, "num_warps": 4}  # not of whole rows
 ACTIVATION_CODES = {"gelu": 0, "gelu_tanh": 1, "quick_gelu": 2, "silu": 3, "relu": 4}
 """The activations that the kernel knows."""
+Launch = Callable[..., None]
 
 
 def processors(device: torch.device) -> int:
@@ -30,6 +32,20 @@ def tile(width: int, elements: int = 2048) -> dict[str, int]:
     block = 1 << (width - 1).bit_length()
     rows = max(1, elements // block)
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(8, max(1, rows * block // 1024))}
+
+
+def rotated(launch: Launch, x: Tensor, rope: Tensor, rows: R.Rows, half: bool, back: bool) -> Tensor:
+    """``rotary.rotate`` or its backward, for ``x [B, H, m, D]`` in rows."""
+    batch, heads, m, width = x.shape
+    x = R.by_rows(x)
+    y = torch.empty(batch, m, heads, width, dtype=x.dtype, device=x.device)
+    launch(
+        "rotation", (8 * PROGRAMS_PER_PROCESSOR * processors(x.device),),
+        x=x, rope=rope.contiguous(), rows=rows, y=y, x_row=x.stride(2), n=rope.shape[-2], count=batch * m,
+        HEADS=heads, D=width, HALF=half, BACK=back, HAS_ROWS=rows is not None, BY_HEAD=rope.dim() == 3,
+        **tile(heads * width, 1024),
+    )  # fmt: skip
+    return y.transpose(1, 2)
 
 
 def take_rows(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -136,6 +152,9 @@ class KernelSteps(Steps):
         return Normed(y, middle, mean, rstd)
 
     def activation(self, h: Tensor, dg: Tensor, name: str, overwrite: bool, *, total: str) -> tuple[Tensor, Tensor]:
+        gated = name.removeprefix(GATED)
+        if gated != name and gated in ACTIVATION_CODES:
+            return self._gated_activation(h, dg, ACTIVATION_CODES[gated], overwrite, total)
         if name not in ACTIVATION_CODES:
             act = activation_named(name)
             g, dh = act.forward(h), act.backward(dg, h)
@@ -149,6 +168,16 @@ class KernelSteps(Steps):
             CODE=ACTIVATION_CODES[name], OVERWRITE=overwrite, **ACTIVATION_TILE,
         )  # fmt: skip
         return g, dg
+
+    def _gated_activation(self, h: Tensor, dg: Tensor, code: int, overwrite: bool, total: str) -> tuple[Tensor, Tensor]:
+        count, H = dg.shape
+        dh = h if overwrite else torch.empty_like(h)
+        self.launch(
+            "gated_activation", (-(-H // ACTIVATION_TILE["BLOCK"]), self.programs),
+            h=h, dg=dg, dh=None if overwrite else dh, **self.buffer(total, 2 * H), count=count, H=H,
+            CODE=code, OVERWRITE=overwrite, **ACTIVATION_TILE,
+        )  # fmt: skip
+        return dg, dh
 
     def stack(self, *parts: Tensor, total: str) -> Tensor:
         a, b, c = (*parts, None, None)[:3]

@@ -106,11 +106,38 @@ def normal_cdf(a, e):
 
 
 @triton.jit
+def value_and_slope(a, CODE: tl.constexpr):
+    """Of the activation whose code is one of ``ACTIVATION_CODES``."""
+    if CODE == GELU:
+        e = tl.exp(-0.5 * a * a)
+        cdf = normal_cdf(a, e)
+        value = a * cdf
+        slope = cdf + a * 0.3989422804014327 * e
+    elif CODE == GELU_TANH:
+        s = tl.sigmoid(1.5957691216057308 * (a + 0.044715 * a * a * a))
+        value = a * s
+        slope = s + a * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * a * a)
+    elif CODE == QUICK_GELU:
+        s = tl.sigmoid(1.702 * a)
+        value = a * s
+        slope = s * (1.0 + 1.702 * a * (1.0 - s))
+    elif CODE == SILU:
+        s = tl.sigmoid(a)
+        value = a * s
+        slope = s * (1.0 + a * (1.0 - s))
+    else:
+        tl.static_assert(CODE == RELU, "the kernel has no activation of that code")
+        value = tl.maximum(a, 0.0)
+        slope = tl.where(a > 0, 1.0, 0.0)
+    return value, slope
+
+
+@triton.jit
 def activation(
     h, dg, g, sums, first, columns, count, H: tl.constexpr,
     CODE: tl.constexpr, OVERWRITE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """CODE is one of ``ACTIVATION_CODES``; dh overwrites dg, and g overwrites h if OVERWRITE says so."""
+    """dh overwrites dg, and g overwrites h if OVERWRITE says so."""
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = c < H
     total = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -120,27 +147,7 @@ def activation(
         at = r.to(tl.int64)[:, None] * H + c[None, :]
         a = tl.load(h + at, here, 0.0).to(tl.float32)
         d = tl.load(dg + at, here, 0.0).to(tl.float32)
-        if CODE == GELU:
-            e = tl.exp(-0.5 * a * a)
-            cdf = normal_cdf(a, e)
-            value = a * cdf
-            slope = cdf + a * 0.3989422804014327 * e
-        elif CODE == GELU_TANH:
-            s = tl.sigmoid(1.5957691216057308 * (a + 0.044715 * a * a * a))
-            value = a * s
-            slope = s + a * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * a * a)
-        elif CODE == QUICK_GELU:
-            s = tl.sigmoid(1.702 * a)
-            value = a * s
-            slope = s * (1.0 + 1.702 * a * (1.0 - s))
-        elif CODE == SILU:
-            s = tl.sigmoid(a)
-            value = a * s
-            slope = s * (1.0 + a * (1.0 - s))
-        else:
-            tl.static_assert(CODE == RELU, "the kernel has no activation of that code")
-            value = tl.maximum(a, 0.0)
-            slope = tl.where(a > 0, 1.0, 0.0)
+        value, slope = value_and_slope(a, CODE)
         d *= slope
         total += d
         if OVERWRITE:
@@ -149,6 +156,71 @@ def activation(
             tl.store(g + at, value.to(g.dtype.element_ty), here)
         tl.store(dg + at, d.to(dg.dtype.element_ty), here)
     tl.store(sums + tl.program_id(1) * columns + first + c, tl.sum(total, 0), inside)
+
+
+@triton.jit
+def gated_activation(
+    h, dg, dh, sums, first, columns, count, H: tl.constexpr,
+    CODE: tl.constexpr, OVERWRITE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``g = act(a) ∘ b`` for h = (a, b), each H wide; g overwrites dg, and dh overwrites h if OVERWRITE says so."""
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < H
+    total_a = tl.zeros([ROWS, BLOCK], tl.float32)
+    total_b = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(tl.program_id(1) * ROWS, count, tl.num_programs(1) * ROWS):
+        r = start + tl.arange(0, ROWS)
+        here = (r < count)[:, None] & inside[None, :]
+        row = r.to(tl.int64)[:, None]
+        at = row * (2 * H) + c[None, :]
+        a = tl.load(h + at, here, 0.0).to(tl.float32)
+        b = tl.load(h + at + H, here, 0.0).to(tl.float32)
+        d = tl.load(dg + row * H + c[None, :], here, 0.0).to(tl.float32)
+        value, slope = value_and_slope(a, CODE)
+        da, db = d * b * slope, d * value
+        total_a += da
+        total_b += db
+        tl.store(dg + row * H + c[None, :], (value * b).to(dg.dtype.element_ty), here)
+        if OVERWRITE:
+            tl.store(h + at, da.to(h.dtype.element_ty), here)
+            tl.store(h + at + H, db.to(h.dtype.element_ty), here)
+        else:
+            tl.store(dh + at, da.to(dh.dtype.element_ty), here)
+            tl.store(dh + at + H, db.to(dh.dtype.element_ty), here)
+    at = sums + tl.program_id(1) * columns + first + c
+    tl.store(at, tl.sum(total_a, 0), inside)
+    tl.store(at + H, tl.sum(total_b, 0), inside)
+
+
+@triton.jit
+def rotation(
+    x, rope, rows, y, x_row, n, count, HEADS: tl.constexpr, D: tl.constexpr,
+    HALF: tl.constexpr, BACK: tl.constexpr, HAS_ROWS: tl.constexpr, BY_HEAD: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of x turned by the angles of their positions, or back."""
+    c = tl.arange(0, BLOCK)
+    d = c % D
+    partner = (d + D // 2) % D if HALF else d ^ 1
+    sign = tl.where(d < D // 2, -1.0, 1.0) if HALF else tl.where(d % 2 == 0, -1.0, 1.0)
+    for start in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
+        r = start + tl.arange(0, ROWS)
+        here = (r < count)[:, None] & (c < HEADS * D)[None, :]
+        position = (tl.load(rows + r, r < count, 0) if HAS_ROWS else r.to(tl.int64)) % n
+        angle = position[:, None] * (2 * D)
+        if BY_HEAD:
+            angle += (c // D)[None, :] * n * (2 * D)
+        at = x + r.to(tl.int64)[:, None] * x_row + (c - d)[None, :]
+        own = tl.load(at + d[None, :], here, 0.0).to(tl.float32)
+        other = tl.load(at + partner[None, :], here, 0.0).to(tl.float32)
+        cos = tl.load(rope + angle + D + d[None, :], here, 0.0).to(tl.float32)
+        if BACK:
+            sin = tl.load(rope + angle + partner[None, :], here, 0.0).to(tl.float32)
+            out = own * cos - sign[None, :] * other * sin
+        else:
+            sin = tl.load(rope + angle + d[None, :], here, 0.0).to(tl.float32)
+            out = own * cos + sign[None, :] * other * sin
+        tl.store(y + r.to(tl.int64)[:, None] * (HEADS * D) + c[None, :], out.to(y.dtype.element_ty), here)
 
 
 @triton.jit

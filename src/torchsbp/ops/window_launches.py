@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .launch import launch
+from .rows import by_rows
 from .window_attention import Cut, Padding, WindowAttention, WindowGradients
 
 TILE = 64
@@ -89,13 +90,6 @@ class KernelWindowAttention(WindowAttention):
 def padding_arguments(padding: Padding | None) -> dict[str, Any]:
     k, v = (None, None) if padding is None else padding
     return {"pad_k": k, "pad_v": v, "PADDED": padding is not None}
-
-
-def by_rows(x: Tensor) -> Tensor:
-    """``[B, H, N, D]`` whose heads lie side by side in every row, and rows at equal distances."""
-    _, _, n, width = x.shape
-    lies_so = x.stride(3) == 1 and x.stride(1) == width and x.stride(0) == n * x.stride(2)
-    return x if lies_so else x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def samples_of(batch: int, programs: int) -> int:

@@ -1,8 +1,9 @@
-"""apply, remove, kept, set_step: patch a model in place and undo it."""
+"""apply, remove, kept, set_step, set_sizes: patch a model in place and undo it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from ..adapters import Adapter, Layout, find_backbones
@@ -11,6 +12,7 @@ from ..config import KeepRatio, SBPConfig, configured
 from ..errors import UsageError, UsageTimeError, expect, shown
 from ..ops.rules import RULES
 from ..sampling import schedules
+from ..sampling.area import Images
 from ..sampling.masks import Masks, SiteSpec
 from . import lean, pointwise, replay, windowed  # noqa: F401  their strategies are registered
 from .entry import Entry, SampledModule, bind_entry, entries, unbind_entry
@@ -96,6 +98,33 @@ def set_step(model: nn.Module, step: int) -> None:
         raise UsageError(f"step must be an integer >= 0 (below 2**63), got {shown(step)}")
     for entry, module in found:
         entry.set_step(module, step)
+
+
+def set_sizes(model: nn.Module, sizes: Sequence[Sequence[int]] | Tensor, padded: Sequence[int]) -> None:
+    """Tell a patched model how large the images of its next training forward are, for batches that are padded.
+
+    ``sizes`` has height and width of every image, which lies in the upper left corner; ``padded`` those of the batch.
+    Kept positions are drawn from the images, none is spent on padding. As many are kept of each image as of the padded
+    size; one that has fewer is kept whole. Windows of attention keep as many as ever, of images first.
+    """
+    found = list(patched_entries(model))
+    given = sizes if isinstance(sizes, Tensor) else torch.tensor(sizes)
+    height, width = padded
+    wrong = given.dim() != 2 or given.shape[1] != 2 or given.is_floating_point()
+    if not wrong and given.is_cpu:  # values on a GPU are not waited for
+        wrong = bool((given < 1).any() or (given > torch.tensor([height, width])).any())
+    if wrong:
+        raise UsageError(
+            f"sizes={shown(sizes)} is not allowed; allowed: (height, width) of every image, whole numbers from 1 to "
+            f"those of the batch, {(height, width)}"
+        )
+    for entry, module in found:
+        if entry.config.scale != "none":
+            raise UsageError(
+                f'scale="{entry.config.scale}" weighs all images alike, but of a smaller one a larger share is kept; '
+                'use scale="none" with set_sizes'
+            )
+        entry.masks.images = Images(given.to(entry.step(module).device), (height, width))
 
 
 def patched_entries(model: nn.Module) -> Iterator[tuple[Entry, nn.Module]]:

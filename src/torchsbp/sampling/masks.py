@@ -12,7 +12,8 @@ from torch import Tensor
 from ..errors import UsageError, UsageTimeError
 from ..ops.device import device_of
 from ..ops.windows import Windows
-from . import samplers, windows
+from . import area, samplers, windows
+from .area import Images
 from .windows import Grid, Partition
 
 
@@ -38,12 +39,14 @@ class Kept(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """A training forward: its batch, the grid of every stage, the keep-ratio of every site, and the step counter."""
+    """A training forward: its batch, the grid of every stage, the keep-ratio of every site, the step counter, and where
+    its images end (None: nowhere before the batch does)."""
 
     batch: int
     grids: tuple[Grid, ...]
     ratios: tuple[float, ...] | None
     step: Tensor
+    images: Images | None = None
 
 
 class Call(NamedTuple):
@@ -92,18 +95,22 @@ class Masks:
         self.sampler, self.seed, self.per_sample, self.per_block = sampler, seed, per_sample, per_block
         self.prefix, self.shrinks, self.sites = prefix, shrinks, sites
         self.ratios: tuple[float, ...] | None = None
+        self.images: Images | None = None  # of the next forward
         self.pending: Forward | None = None  # masks are not drawn yet
         self.drawn: Drawn | None = None  # in the last forward
         self.calls: deque[Call] = deque(maxlen=256)  # of one model before a backward: Siamese use, many crops
 
     def begin(self, batch: int, grid: Grid, step: Tensor) -> None:
         """A new forward has begun with this first grid. Masks are drawn now, or under no_grad when first needed."""
+        images, self.images = self.images, None
+        if images is not None and len(images.sizes) != batch:
+            raise UsageError(f"set_sizes was told of {len(images.sizes)} images, the model was given {batch}")
         grids = []
         for shrinks in self.shrinks:
             for shrink in shrinks:
                 grid = shrink(grid)
             grids.append(grid)
-        self.pending = forward = Forward(batch, tuple(grids), self.ratios, step)
+        self.pending = forward = Forward(batch, tuple(grids), self.ratios, step, images)
         if torch.is_grad_enabled():
             self.draw()
         if not torch.compiler.is_compiling():
@@ -136,47 +143,68 @@ class Masks:
         samples = forward.batch if self.per_sample is True else 1
         key = samplers.draw_key(self.seed, forward.step, _rank(), samples)
         coarsest = forward.grids[max(site.stage for site in self.sites)]
-        drawn = None if self.per_block else self._order(forward.batch, coarsest, forward.ratios, key)
-        same: dict[tuple[int, float, Partition | None], Kept] = {}  # stage, ratio and windows decide about rows
+        drawn = None if self.per_block else self._order(forward, coarsest, forward.ratios, key)
+        rows: dict[int, Kept] = {}
+        for (stage, ratio, partition, _), numbers in self._alike(forward).items():
+            if drawn is not None:
+                found = self._rows(forward, drawn, stage, ratio, partition) * len(numbers)
+            else:
+                keys = samplers.more_keys(key, numbers[0], len(numbers))
+                own = self._order(forward, forward.grids[stage], (ratio,), keys)
+                found = self._rows(forward, own, stage, ratio, partition, len(numbers))
+            rows.update(zip(numbers, found, strict=True))
         sites = []
         for number, (site, ratio) in enumerate(zip(self.sites, forward.ratios, strict=True)):
-            grid = forward.grids[site.stage]
-            what = site.stage, ratio, None if site.cut is None else site.cut(grid)
-            if self.per_block:
-                drawn, same = self._order(forward.batch, grid, (ratio,), samplers.another(key, number)), {}
-            assert drawn is not None
-            if what not in same:
-                same[what] = self._rows(forward, drawn, *what)
-            rows, inverse, _, cut = same[what]  # not _replace: torch 2.11 does not compile what that makes
-            sites.append(Kept(rows, inverse, self._heads(site.heads, ratio, drawn.key), cut))
+            kept, inverse, _, cut = rows[number]  # not _replace: torch 2.11 does not compile what that makes
+            sites.append(Kept(kept, inverse, self._heads(site.heads, ratio, key), cut))
         return Drawn(forward.batch, forward.grids, tuple(sites))
 
-    def _order(self, batch: int, grid: Grid, ratios: tuple[float, ...], key: Tensor) -> Order:
+    def _alike(self, forward: Forward) -> dict[tuple[int, float, Partition | None, int], list[int]]:
+        """The numbers of the sites whose rows are drawn together: stage, ratio and windows decide about them. Those of
+        windows, and of padded images, have masks of their own one by one."""
+        assert forward.ratios is not None
+        alike: dict[tuple[int, float, Partition | None, int], list[int]] = {}
+        for number, (site, ratio) in enumerate(zip(self.sites, forward.ratios, strict=True)):
+            partition = None if site.cut is None else site.cut(forward.grids[site.stage])
+            apart = self.per_block and (partition is not None or forward.images is not None)
+            alike.setdefault((site.stage, ratio, partition, number if apart else 0), []).append(number)
+        return alike
+
+    def _order(self, forward: Forward, grid: Grid, ratios: tuple[float, ...], key: Tensor) -> Order:
         order = samplers.ordered(self.sampler, grid, ratios, key)
+        counts = [samplers.count(self.sampler, grid, r) for r in ratios]
         if self.per_sample == "balanced":
-            order = samplers.balanced(order, [samplers.count(self.sampler, grid, r) for r in ratios], batch)
+            order = samplers.balanced(order, counts, forward.batch)
+        if forward.images is not None:  # what takes the place of padding differs from step to step
+            order = samplers.shuffle(order, counts, key)
         return Order(order, grid, ratios, key)
 
-    def _rows(self, forward: Forward, drawn: Order, stage: int, ratio: float, partition: Partition | None) -> Kept:
+    def _rows(
+        self, forward: Forward, drawn: Order, stage: int, ratio: float, partition: Partition | None, sites: int = 1
+    ) -> list[Kept]:
+        """What so many sites keep, by orders that come site after site."""
         if ratio == 1:
-            return Kept()
+            return [Kept()] * sites
         order, coarse, ratios, key = drawn
         fine, cut = forward.grids[stage], None
         order = samplers.enlarge(order, coarse, fine)
         counts = {r: samplers.enlarged_count(samplers.count(self.sampler, coarse, r), coarse, fine) for r in ratios}
+        if partition is not None:  # windows keep a few positions more or less than the order says: not always the same
+            order = samplers.shuffle(order, tuple(counts.values()), key)
+        if forward.images is not None:
+            order = area.images_first(order, area.inside(forward.images, fine))
         if partition is None:
             positions = samplers.first(order, counts[ratio])
-        else:  # windows have a few positions more or less to keep than the order says: these differ from step to step
-            order = samplers.shuffle(order, tuple(counts.values()), key)
+        else:
             positions, cut = windows.first_in_each(order, partition, ratio)
         positions = self.prefix + positions
         if self.prefix:
             always = torch.arange(self.prefix, device=order.device).expand(positions.shape[0], -1)
             positions = torch.cat([always, positions], 1)
         n = self.positions(fine)
-        first = torch.arange(forward.batch, device=order.device) * n
-        rows = (first[:, None] + positions).flatten()
-        return Kept(rows, device_of(rows).inverse(rows, forward.batch * n), None, cut)
+        first = torch.arange(forward.batch, device=order.device)[:, None] * n
+        each = [(first + its).flatten() for its in positions.chunk(sites)]
+        return [Kept(rows, device_of(rows).inverse(rows, forward.batch * n), None, cut) for rows in each]
 
     def _heads(self, heads: int, ratio: float, key: Tensor) -> Tensor | None:
         """Kept heads of a site: a random subset, at least one, the same for the batch."""
@@ -215,8 +243,8 @@ class Masks:
         later = 0 if node is None else sum(call.nodes > node._sequence_nr() for call in self.calls)
         if later in (0, len(self.calls)):
             return self.drawn
-        batch, grids, ratios, step = self.calls[-1 - later].forward
-        return self._draw(Forward(batch, grids, ratios, step - later - 1))
+        forward = self.calls[-1 - later].forward
+        return self._draw(forward._replace(step=forward.step - later - 1))
 
     def positions_kept(self, drawn: Drawn, site: int, device: torch.device) -> Tensor:
         """What a site has kept in that forward, ``[B, k]``, ascending; prefix tokens come first."""

@@ -54,9 +54,10 @@ def draw_key(seed: int, step: Tensor, rank: int, samples: int) -> Tensor:
     return _fold(key, torch.arange(samples, device=step.device))
 
 
-def another(key: Tensor, number: int) -> Tensor:
-    """Keys of masks that are independent of those of other numbers."""
-    return _fold(key, torch.full_like(key, number))
+def more_keys(key: Tensor, group: int, count: int) -> Tensor:
+    """So many times as many keys, one set after the other, independent of each other and of those of other groups."""
+    key = _fold(key, torch.full_like(key, group))
+    return _fold(key[None], torch.arange(count, device=key.device)[:, None]).flatten()
 
 
 def enlarge(order: Tensor, coarse: Shape, fine: Shape) -> Tensor:
@@ -96,7 +97,7 @@ def shuffle(order: Tensor, counts: Sequence[int], key: Tensor) -> Tensor:
 
 
 def balanced(order: Tensor, counts: Sequence[int], samples: int) -> Tensor:
-    """One order ``[1, n]``, read cyclically from another start for each of the samples.
+    """Each order, of ``[m, n]``, read cyclically from another start for each of the samples: ``[m * samples, n]``.
 
     With g = gcd(n, k₁, k₂, …) the starts are g·⌊b·(n/g) / samples⌋: every position is among the first k of
     ⌊samples·k/n⌋ samples, or of one more.
@@ -104,7 +105,7 @@ def balanced(order: Tensor, counts: Sequence[int], samples: int) -> Tensor:
     n = order.shape[1]
     g = math.gcd(n, *counts)
     start = torch.arange(samples, device=order.device) * (n // g) // samples * g
-    return order[0][(start[:, None] + torch.arange(n, device=order.device)) % n]
+    return order[:, (start[:, None] + torch.arange(n, device=order.device)) % n].flatten(0, 1)
 
 
 def _count(shape: Shape, ratio: float) -> int:

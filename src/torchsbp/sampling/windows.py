@@ -76,8 +76,8 @@ class Partition:
             region = region.unsqueeze(-1) * 2 + (torch.arange(n, device=device) >= n - s)
         return replace(self, grid=padded, shift=(0,) * len(padded)).cut(region, 0)
 
-    def total(self, k: int) -> int:
-        """Σ min(k, positions in the window): what is kept of a sample, where padding is not counted."""
+    def total(self, ratio: float) -> int:
+        """Σ share(r, positions in the window): what is kept of a sample, where padding is not counted."""
         sizes = []
         for dim, (n, w, count) in enumerate(zip(self.grid, self.window, self.counts, strict=True)):
             found = [0] * count
@@ -85,7 +85,12 @@ class Partition:
                 found[(i - self.shift[dim]) % (count * w if self.pads_first else n) // w] += 1
             sizes.append([(size, found.count(size)) for size in sorted(set(found))])
         sides = [zip(*of_dims, strict=True) for of_dims in product(*sizes)]
-        return sum(math.prod(times) * min(k, math.prod(size)) for size, times in sides)
+        return sum(math.prod(times) * share(ratio, math.prod(size)) for size, times in sides)
+
+
+def share(ratio: float, positions: int) -> int:
+    """How many of so many positions of a window are kept."""
+    return min(positions, max(1, index(round(ratio * positions))))
 
 
 def cut_all(partition: Partition, device: torch.device) -> Cut:
@@ -101,13 +106,13 @@ def _made_once(partition: Partition, device: torch.device) -> Cut:
 
 
 def first_in_each(order: Tensor, partition: Partition, ratio: float) -> tuple[Tensor, Windows]:
-    """The first max(1, round(r · area)) positions of every window by the order ``[samples, n]``.
+    """The first max(1, round(r · m)) of the m positions of every window by the order ``[samples, n]``.
 
-    Positions ``[samples, kept]`` come window after window. Padding is last in a window: it fills the count where there
-    is nothing else and is not among the positions.
+    Positions ``[samples, kept]`` come window after window. Where a window holds padding, m is less than its area:
+    padding fills the count up to that of the others and is not among the positions.
     """
     samples, n, area = *order.shape, partition.area
-    k = max(1, index(round(ratio * area)))
+    k = share(ratio, area)
     everything = cut_all(partition, order.device)
     places, regions = everything.places, everything.regions
     assert places is not None
@@ -115,10 +120,11 @@ def first_in_each(order: Tensor, partition: Partition, ratio: float) -> tuple[Te
     if partition.padded:
         rank = torch.cat([rank, order.new_full((samples, places.numel() - n), n)], 1)  # padding is last
     rank = rank.index_select(1, places.flatten()).view(samples, -1, area)
-    slots = rank.argsort(dim=2, stable=True)[:, :, :k].contiguous()
+    slots = rank.argsort(dim=2, stable=True)
+    slots = (filled_up(slots, places < n, ratio, k) if partition.padded else slots[:, :, :k]).contiguous()
     kept = places.expand(samples, -1, -1).gather(2, slots).flatten(1)
     slot_of_row = places.flatten().argsort()[:n]
-    total, filled = partition.total(k), None
+    total, filled = partition.total(ratio), None
     number = torch.arange(kept.shape[1], device=order.device)
     if total < kept.shape[1]:
         filled = (kept[0] >= n).to(torch.int8).argsort(stable=True)[:total]
@@ -126,3 +132,12 @@ def first_in_each(order: Tensor, partition: Partition, ratio: float) -> tuple[Te
         number = torch.full_like(number, total).index_copy(0, filled, number[:total])
     cut = Cut(places, regions, slots, number.view(-1, k))
     return kept, Windows(partition.grid, partition.window, slot_of_row, slots, filled, regions, cut)
+
+
+def filled_up(slots: Tensor, real: Tensor, ratio: float, k: int) -> Tensor:
+    """Of slots ``[samples, windows, area]``, padding last, in every window its share of real ones and then padding."""
+    found = real.sum(1, keepdim=True)
+    kept = (ratio * found.double()).round().clamp(min=1).long().minimum(found)
+    number = torch.arange(k, device=slots.device)
+    number = torch.where(number < kept, number, number - kept + found)
+    return slots.gather(2, number.expand(slots.shape[0], -1, -1))

@@ -76,7 +76,8 @@ def convnext(size: int, classes: int, toy: bool, **options: Any) -> nn.Module:
     sizes: dict[str, Any] = {"depths": (2, 2, 6, 2), "dims": (64, 128, 256, 512)}
     if toy:
         sizes = {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16)}
-    return ConvNeXt(num_classes=classes, patch_size=2, ls_init_value=1.0, **sizes, **options)
+    # From a stem of 2 pixels timm's first stage goes on to 4, and the mask of stage 3 would be drawn on 2×2 cells.
+    return ConvNeXt(num_classes=classes, patch_size=1, ls_init_value=1.0, **sizes, **options)
 
 
 def swin(size: int, classes: int, toy: bool, **options: Any) -> nn.Module:

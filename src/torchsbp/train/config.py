@@ -98,7 +98,9 @@ class Schedule:
     """timm's ``create_scheduler_v2``, stepped at every update."""
 
     name: Literal["cosine", "tanh", "step", "multistep", "poly"] = "cosine"
-    warmup_epochs: int = field(default=20, metadata=NOT_NEGATIVE)
+    warmup_epochs: float = field(default=20, metadata=NOT_NEGATIVE)
+    warmup_steps: int = field(default=0, metadata=NOT_NEGATIVE)
+    """updates of warm-up, after those of warmup_epochs"""
     warmup_lr: float = field(default=0.0, metadata=NOT_NEGATIVE)
     min_lr: float = field(default=1e-6, metadata=NOT_NEGATIVE)
     options: dict[str, Any] = field(default_factory=dict)
@@ -137,6 +139,10 @@ class Log:
     """a project's name"""
 
 
+PRECISIONS: dict[str, Any] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""the other names"""
+
+
 @dataclass
 class Config:
     """A training run."""
@@ -155,7 +161,7 @@ class Config:
     ema: EMA = field(default_factory=EMA)
     freeze: list[str] = field(default_factory=list)
     """what is not trained: names of parameters or modules, with * and ?, such as [patch_embed, blocks.0]"""
-    precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    precision: Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] = "bfloat16"
     compile: bool = False
     channels_last: bool = False
     deterministic: bool = False
@@ -177,6 +183,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check(self)
+        self.precision = PRECISIONS.get(self.precision, self.precision)
         if self.out == Path():
             raise UsageError("out is empty, or the current folder; name a folder for the run, such as --out runs/first")
         lr, warmup = self.optimizer.lr, self.schedule.warmup_epochs
@@ -185,7 +192,7 @@ class Config:
         if self.schedule.warmup_lr > lr:
             refuse("schedule.warmup_lr", self.schedule.warmup_lr, f"a number in [0, optimizer.lr={lr:g}]")
         if warmup >= self.epochs:
-            refuse("schedule.warmup_epochs", warmup, f"an integer in [0, epochs={self.epochs})")
+            refuse("schedule.warmup_epochs", warmup, f"a number in [0, epochs={self.epochs})")
 
     def accumulate(self, processes: int) -> int:
         """Forwards of one process per update."""

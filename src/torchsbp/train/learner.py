@@ -23,7 +23,7 @@ class Learner:
     def __init__(self, task: Task, config: Config, processes: Processes, batches: int, steps: int, start: bool) -> None:
         """``batches`` and ``steps`` are those of an epoch."""
         self.config, self.processes = config, processes
-        layout = torch.channels_last if config.channels_last else torch.contiguous_format
+        layout = task.channels_last if config.channels_last else torch.contiguous_format
         task.to(processes.device, layout)
         self.model = task.model(start)
         self.still = freeze(self.model, config.freeze)
@@ -35,7 +35,7 @@ class Learner:
         self.ema = None
         if config.ema.decay is not None:
             self.ema = ModelEmaV3(self.model, decay=config.ema.decay, use_warmup=config.ema.warmup)
-        self.parallel = self.wrap()
+        self.parallel = self.wrap(task)
         self.optimizer, self.schedule = make_optimizer(task.parameters(self.model, config.optimizer), config, steps)
         self.scaler = torch.amp.GradScaler(processes.device.type, enabled=config.precision == "float16")
 
@@ -45,7 +45,7 @@ class Learner:
         for norm in self.still:
             norm.eval()
 
-    def wrap(self) -> nn.Module:
+    def wrap(self, task: Task) -> nn.Module:
         """Compiled and made parallel, around the same parameters."""
         several, parallel = self.processes.world > 1, self.config.parallel
         if several and parallel == "fsdp":
@@ -53,7 +53,7 @@ class Learner:
             if self.ema is not None:
                 shard(self.ema.module, self.processes.device)
         if self.config.compile:
-            self.model.compile()
+            task.compile(self.model)
         return nn.parallel.DistributedDataParallel(self.model) if several and parallel == "ddp" else self.model
 
     def best_weights(self) -> dict[str, Any]:

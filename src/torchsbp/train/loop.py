@@ -118,6 +118,8 @@ class Trainer(Lasting):
         with self.signals, self.lock() or nullcontext():
             self.resume()
             self.metrics = self.open_metrics()
+            for note in self.task.notes:
+                self.say(note)
             log, main = self.config.log, self.processes.main
             self.bar = progress(self.steps, self.progress.step, log.every_seconds, shown=log.progress and main)
             try:

@@ -8,6 +8,7 @@ from timm.scheduler import create_scheduler_v2
 
 from ..errors import UsageError
 from .config import Config
+from .ranges import refuse
 
 WARMUP = "warmup_epochs"
 """of a group of parameters that a task makes: epochs of warm-up of its own"""
@@ -16,6 +17,12 @@ WARMUP = "warmup_epochs"
 def make_optimizer(parameters: Any, config: Config, steps_per_epoch: int) -> tuple[torch.optim.Optimizer, Any]:
     """The optimizer of a model or of groups of parameters, and its schedule over the run's updates."""
     optimizer, schedule = config.optimizer, config.schedule
+    warmup: Any = schedule.warmup_epochs
+    if schedule.warmup_steps:
+        warmup += schedule.warmup_steps / steps_per_epoch
+        if warmup >= config.epochs:
+            updates = config.epochs * steps_per_epoch
+            refuse("schedule.warmup_steps", schedule.warmup_steps, f"fewer than all updates of the run, {updates}")
     curve = schedule.name in ("cosine", "tanh", "poly")  # from the end of the warm-up to the end of the run
     try:
         made = create_optimizer_v2(
@@ -29,8 +36,8 @@ def make_optimizer(parameters: Any, config: Config, steps_per_epoch: int) -> tup
         over_time, _ = create_scheduler_v2(
             made,
             schedule.name,
-            num_epochs=config.epochs - (schedule.warmup_epochs if curve else 0),
-            warmup_epochs=schedule.warmup_epochs,
+            num_epochs=config.epochs - (warmup if curve else 0),
+            warmup_epochs=warmup,
             warmup_prefix=curve,
             warmup_lr=schedule.warmup_lr,
             min_lr=schedule.min_lr,

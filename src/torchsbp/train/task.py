@@ -59,9 +59,13 @@ class Task:
     """what throughput counts"""
     workers: int = 0
     """processes that read samples, for each process that trains"""
+    notes: tuple[str, ...] = ()
+    """said when a run begins, and recorded: what of the data is not as one might expect"""
     broken: int = 0
     """samples that may be unreadable, if the data are ``Samples(…, replace=True)``; one more ends the run"""
     collate: Callable[[list[Any]], Any] = staticmethod(default_collate)
+    channels_last: torch.memory_format = torch.channels_last
+    """what the option of this name means for the model's convolutions"""
 
     def __init__(self, options: Any, seed: int) -> None:
         self.options, self.seed = options, seed
@@ -115,6 +119,10 @@ class Task:
         """Tell SBP which training forward comes: masks and keep-ratio follow that number."""
         torchsbp.set_step(model, number)
 
+    def compile(self, model: nn.Module) -> None:
+        """In place: the model, or the parts of it that can be."""
+        model.compile()
+
     def parameters(self, model: nn.Module, optimizer: "Optimizer") -> Any:
         """What timm's ``create_optimizer_v2`` is given: the model, whose groups it makes, or groups of your own."""
         return model
@@ -151,4 +159,5 @@ class Task:
             "unit": self.unit,
             "best_by": self.best_by,
             "metrics": [metric.recorded() for metric in self.metrics],
+            **({"notes": list(self.notes)} if self.notes else {}),
         }

@@ -14,9 +14,9 @@ from .task import Task
 
 def trained(stored: Stored, config: Config, processes: Processes) -> tuple[Task, nn.Module]:
     """In eval mode, on the device; ``config`` is the run's, or changed since."""
-    layout = torch.channels_last if config.channels_last else torch.contiguous_format
     seed_everything(config.seed)  # as in training: a task may draw its data
     task = tasks.trained(config.task, config.seed, stored.about)
+    layout = task.channels_last if config.channels_last else torch.contiguous_format
     task.to(processes.device, layout)
     model = task.model(start=False)
     check_fit(model.state_dict(), stored.weights, head_names(model), str(stored.path))

@@ -77,7 +77,7 @@ def bars(frames: int, size: int, draw: np.random.Generator) -> np.ndarray:
     return np.where(upright[:, None, None], across.transpose(0, 2, 1), across).astype(np.float64)
 
 
-def coverage(kind: int, radius: float, places: np.ndarray, size: int) -> np.ndarray:
+def coverage(kind: int, radius: float | np.ndarray, places: np.ndarray, size: int) -> np.ndarray:
     """The same of a shape at these places, ``[frames, 2]``."""
     y, x = (np.abs(grid - places[:, i, None, None]) for i, grid in enumerate(np.mgrid[:size, :size]))
     disc = np.hypot(x, y)

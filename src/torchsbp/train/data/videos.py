@@ -1,124 +1,255 @@
-"""Video files: the frames that are shown at given moments, by torchcodec where it decodes, else by PyAV.
+"""Videos as frames by number: files through torchcodec where it decodes, else PyAV; folders of pictures; arrays.
 
-torchcodec needs FFmpeg to be installed on the system; PyAV brings its own.
+Frame i of a file is the i-th that is shown, upright, whatever decodes it: both ways look through the whole file for
+times of frames before they decode any.
 """
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...errors import DataError, UsageError
+from .pictures import read_picture
 
-FAR = 8.0
-"""seconds: to a later moment than this a reader jumps, instead of decoding all frames before it"""
+FILES = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
+PICTURES = (".jpeg", ".jpg", ".png")
+SKIP = 8
+"""frames before a key frame that are decoded sooner than it is found"""
 
 
-class Video(Protocol):
-    """An opened file."""
+class Video:
+    """Frames of 8 bits. Open ones hold files open: use them in ``with``."""
 
-    seconds: float
-    """its length"""
-    fps: float
+    fps: float | None = None
+    """frames a second, if that is known"""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def read(self, numbers: Sequence[int]) -> Tensor:
+        """``[n, height, width, 3]``, in this order; the same frame may be asked for again and again."""
+        raise NotImplementedError
+
+    @property
+    def seconds(self) -> float:
+        """Its length. Folders and arrays don't tell."""
+        raise NotImplementedError
 
     def frames_at(self, times: Sequence[float]) -> Tensor:
-        """``[n, 3, H, W]`` of 8 bits: what is shown at these moments, in seconds from the first frame, ascending. At
-        the end and beyond, the last frame."""
-        ...
+        """``[n, 3, height, width]``: what is shown at these moments, in seconds from the first frame. At the end and
+        beyond, the last frame."""
+        raise NotImplementedError
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> "Video":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-def open_video(path: Path) -> Video:
-    if not path.is_file():
-        raise DataError(f"no video {path}")
-    decoder = torchcodec_decoder()
-    if decoder is not None:
-        try:
-            return OfTorchcodec(decoder(str(path), dimension_order="NCHW"))
-        except Exception:  # it finds no FFmpeg, or one that does not know this format: PyAV's may
-            pass
+def open_video(path: Path, decoder: str | None = None) -> Video:
+    """A video file, a folder of pictures in the order of their names, or an array ``[frames, height, width, 3]``.
+
+    ``decoder``: one of ``decoders()``, else the first of them.
+    """
     try:
-        import av
-    except ImportError as error:
-        raise UsageError("reading videos needs PyAV or torchcodec; pip install 'torchsbp[video]'") from error
-    try:
-        return OfPyAV(path)
-    except av.FFmpegError as error:
+        if path.is_dir():
+            video: Video = Pictures(path)
+        elif path.suffix == ".npy":
+            video = Array(path)
+        else:
+            if not path.exists():
+                raise DataError(f"no video {path}")
+            video = decoded(path, chosen(decoder))
+        if not len(video):
+            raise DataError(f"video {path} has no frames")
+        return video
+    except (DataError, UsageError):
+        raise
+    except Exception as error:  # whatever a decoder raises
         raise DataError(f"video {path} can't be read: {error}") from error
 
 
+def decoded(path: Path, decoders: Sequence[Callable[[Path], Video]]) -> Video:
+    """By the first that knows the format; the last one says what is wrong."""
+    *others, last = decoders
+    for decoder in others:
+        with suppress(Exception):
+            return decoder(path)
+    return last(path)
+
+
 @cache
-def torchcodec_decoder() -> Any:
-    """Its class of decoders, None where it is not installed."""
-    try:
+def decoders() -> dict[str, Callable[[Path], Video]]:
+    """What decodes video files here, the preferred one first."""
+    found: dict[str, Callable[[Path], Video]] = {}
+    with suppress(ImportError, OSError, RuntimeError):  # it is there, but the FFmpeg or the torch that it needs is not
+        import torchcodec
+
+        if torchcodec.ffmpeg_major_version is not None:
+            found["torchcodec"] = WithTorchCodec
+    with suppress(ImportError):
+        import av  # noqa: F401
+
+        found["pyav"] = WithPyAV
+    return found
+
+
+def chosen(decoder: str | None) -> list[Callable[[Path], Video]]:
+    known = decoders()
+    if not known:
+        raise UsageError("nothing here decodes video files; install PyAV: pip install 'torchsbp[video]'")
+    if decoder is not None and decoder not in known:
+        raise UsageError(f"decoder={decoder!r} does not decode here; allowed: {', '.join(known)}")
+    return list(known.values()) if decoder is None else [known[decoder]]
+
+
+class WithTorchCodec(Video):
+    """torchcodec's ``VideoDecoder``."""
+
+    def __init__(self, path: Path) -> None:
         from torchcodec.decoders import VideoDecoder
-    except (ImportError, RuntimeError, OSError):
-        return None
-    return VideoDecoder
 
+        self.path = path
+        self.decoder = VideoDecoder(str(path), dimension_order="NHWC", num_ffmpeg_threads=1)
+        about = self.decoder.metadata
+        self.fps = about.average_fps
+        self.begin, self.end = float(about.begin_stream_seconds or 0), float(about.end_stream_seconds or 0)
 
-class OfTorchcodec:
-    def __init__(self, decoder: Any) -> None:
-        self.decoder = decoder
-        about = decoder.metadata
-        self.begin, end = float(about.begin_stream_seconds), float(about.end_stream_seconds)
-        self.seconds, self.fps = end - self.begin, float(about.average_fps)
-        self.last = end - 0.5 / self.fps
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+    def __len__(self) -> int:
+        return len(self.decoder)
+
+    def read(self, numbers: Sequence[int]) -> Tensor:
+        return self.found(lambda: self.decoder.get_frames_at(list(numbers)))
 
     def frames_at(self, times: Sequence[float]) -> Tensor:
-        moments = [min(self.begin + time, self.last) for time in times]
-        return self.decoder.get_frames_played_at(seconds=moments).data
+        last = self.end - 0.5 / (self.fps or 25)
+        moments = [min(self.begin + time, last) for time in times]
+        return self.found(lambda: self.decoder.get_frames_played_at(moments)).permute(0, 3, 1, 2)
+
+    def found(self, frames: Callable[[], Any]) -> Tensor:
+        try:
+            return frames().data
+        except (RuntimeError, IndexError) as error:
+            raise DataError(f"video {self.path} can't be decoded: {error}") from error
 
 
-class OfPyAV:
-    """Decodes forwards as long as moments are ascending, and jumps otherwise."""
+class WithPyAV(Video):
+    """PyAV: decodes from the last key frame before what is asked for, or goes on where it was."""
 
     def __init__(self, path: Path) -> None:
         import av
 
         self.path, self.container = path, av.open(str(path))
         if not self.container.streams.video:
-            raise DataError(f"{path} has no video")
+            raise DataError(f"video {path} has no pictures, only {[its.type for its in self.container.streams]}")
         self.stream = self.container.streams.video[0]
-        self.stream.thread_type = "AUTO"
-        self.fps = float(self.stream.average_rate or self.stream.guessed_rate or 25)
-        self.unit = float(self.stream.time_base or 1 / self.fps)
-        self.begin = (self.stream.start_time or 0) * self.unit
-        of_container = (self.container.duration or 0) / 1e6  # where the stream does not say
-        self.seconds = of_container if self.stream.duration is None else self.stream.duration * self.unit
-        self.jump(0.0)
+        self.stream.codec_context.thread_count = 1
+        self.fps = float(self.stream.average_rate) if self.stream.average_rate else None
+        shown = sorted(self.scan())
+        self.numbers = {shown_at: number for number, (shown_at, _) in enumerate(shown)}
+        self.times = [float((shown_at - shown[0][0]) * (self.stream.time_base or 1)) for shown_at, _ in shown]
+        self.keys = [(number, seek_to) for number, (_, seek_to) in enumerate(shown) if seek_to is not None]
+        self.frames: Iterator[Any] = iter(())
+        self.next = len(shown)
 
-    def jump(self, time: float) -> None:
-        """To the last frame from which decoding can begin, before that moment."""
-        self.container.seek(int((self.begin + time) / self.unit), stream=self.stream)
-        self.coming = self.decoded()
-        self.shown = next(self.coming, None)
-        self.next = next(self.coming, None)
-        if self.shown is None:
-            raise DataError(f"video {self.path} has no frames at {time:.2f} s")
+    def scan(self) -> Iterator[tuple[int, int | None]]:
+        """When each frame is shown, and of key frames where to seek for it."""
+        for packet in self.container.demux(self.stream):
+            shown_at = packet.dts if packet.pts is None else packet.pts
+            if shown_at is not None and not packet.is_discard:
+                seek_to = shown_at if packet.dts is None else packet.dts
+                yield shown_at, seek_to if packet.is_keyframe else None
 
-    def decoded(self) -> Iterator[tuple[float, Any]]:
-        for frame in self.container.decode(self.stream):
-            if frame.time is not None:
-                yield frame.time - self.begin, frame
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def seconds(self) -> float:
+        return self.times[-1] + 1 / (self.fps or 25)
 
     def frames_at(self, times: Sequence[float]) -> Tensor:
+        numbers = [max(0, bisect_right(self.times, time + 1e-6) - 1) for time in times]
+        return self.read(numbers).permute(0, 3, 1, 2)
+
+    def read(self, numbers: Sequence[int]) -> Tensor:
         import av
 
         try:
-            return torch.from_numpy(np.stack([self.frame_at(time) for time in times])).permute(0, 3, 1, 2)
+            once = {number: self.frame(number) for number in sorted(set(numbers))}
         except av.FFmpegError as error:
-            raise DataError(f"video {self.path} can't be read: {error}") from error
+            raise DataError(f"video {self.path} can't be decoded: {error}") from error
+        return torch.from_numpy(np.stack([once[number] for number in numbers]))
 
-    def frame_at(self, time: float) -> np.ndarray:
-        assert self.shown is not None
-        if time < self.shown[0] - 1e-6 or time > self.shown[0] + FAR:
-            self.jump(time)
-        while self.next is not None and self.next[0] <= time + 1e-6:
-            self.shown, self.next = self.next, next(self.coming, None)
-        frame = self.shown[1]
-        turns = round(getattr(frame, "rotation", 0) / 90)  # phones write how a picture is to be turned
-        return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), turns))
+    def frame(self, number: int) -> np.ndarray:
+        key, seek_to = self.keys[max(0, bisect_right(self.keys, number, key=lambda its: its[0]) - 1)]
+        if not key - SKIP <= self.next <= number:
+            self.container.seek(seek_to, stream=self.stream)
+            self.frames, self.next = self.container.decode(self.stream), key
+        for frame in self.frames:
+            self.next = self.numbers.get(frame.pts, self.next) + 1
+            if self.next > number:
+                return pixels(frame)
+        raise DataError(f"video {self.path} says that it has {len(self)} frames, but ends after {self.next}")
+
+    def close(self) -> None:
+        self.container.close()
+
+
+def pixels(frame: Any) -> np.ndarray:
+    """Of PyAV's frame, upright."""
+    return np.rot90(frame.to_ndarray(format="rgb24", threads=1), round(frame.rotation / 90))
+
+
+class Pictures(Video):
+    """One file for each frame."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.files = sorted(its for its in path.iterdir() if its.suffix.lower() in PICTURES)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, numbers: Sequence[int]) -> Tensor:
+        once = {number: self.picture(self.files[number]) for number in dict.fromkeys(numbers)}
+        shapes = {its.shape for its in once.values()}
+        if len(shapes) > 1:
+            raise DataError(f"pictures in {self.path} are of several sizes: {', '.join(map(str, sorted(shapes)))}")
+        return torch.from_numpy(np.stack([once[number] for number in numbers]))
+
+    def picture(self, file: Path) -> np.ndarray:
+        try:
+            with file.open("rb") as opened:
+                return np.asarray(read_picture(opened, "RGB"))
+        except (OSError, ValueError, SyntaxError) as error:
+            raise DataError(f"picture {file} can't be read: {error}") from error
+
+
+class Array(Video):
+    """Of a ``.npy`` file, which is read where it is needed."""
+
+    def __init__(self, path: Path) -> None:
+        self.array = np.load(path, mmap_mode="r")
+        if self.array.ndim != 4 or self.array.shape[-1] != 3 or self.array.dtype != np.uint8:
+            found = f"{self.array.dtype} {list(self.array.shape)}"
+            raise DataError(f"video {path} holds {found}; allowed: uint8 [frames, height, width, 3]")
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def read(self, numbers: Sequence[int]) -> Tensor:
+        return torch.from_numpy(self.array[np.asarray(numbers)])

@@ -9,10 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 import torchsbp
 from torchsbp import SBPConfig
-from torchsbp.sampling.schedules import Milestones
 
 from ...errors import UsageError
-from ..distributed import together
+from ..frames import check_one_ratio, sampled_frames
 from .encoder import Encoder, FrameEncoder
 from .lstr import LSTR
 
@@ -45,18 +44,7 @@ class OnlineDetector(nn.Module):
             return self.without_gradients(video)
         if self.sbp is None or not self.training:
             return self.with_gradients(video.flatten(0, 1)).unflatten(0, video.shape[:2])
-        ratio = self.sbp.keep_ratio
-        return torchsbp.sbp_frames(
-            self.with_gradients,
-            video,
-            ratio.at(self.step) if isinstance(ratio, Milestones) else ratio,  # type: ignore[arg-type]
-            step=self.step,
-            sampler=self.sbp.sampler,
-            seed=self.sbp.seed,
-            rank=torch.distributed.get_rank() if together() else 0,
-            per_sample=self.sbp.per_sample,
-            chunk=self.config.chunk,
-        )
+        return sampled_frames(self.with_gradients, video, self.sbp, self.step, self.config.chunk)
 
     @torch.no_grad()
     def without_gradients(self, video: Tensor) -> Tensor:
@@ -76,8 +64,7 @@ class OnlineDetector(nn.Module):
             raise UsageError(
                 "task.encoder.frozen leaves SBP nothing to do; set sbp.preset to none, or train the encoder"
             )
-        if isinstance(config.keep_ratio, tuple | list):
-            raise UsageError(f"sbp.keep_ratio={config.keep_ratio} varies over depth; frames have one ratio: a number")
+        check_one_ratio(config)
         if self.config.tokens is not None:
             tokens = replace(config, keep_ratio=self.config.tokens, sampler="grid")
             torchsbp.apply(self.encoder.body, config=tokens)

@@ -38,7 +38,7 @@ class Encoder:
     """its learning rate; optimizer.lr is that of the temporal model, and of both without this one"""
     warmup_epochs: float = field(default=0.0, metadata=NOT_NEGATIVE)
     """over which its learning rate rises from 0"""
-    chunk: int = field(default=64, metadata=COUNT)
+    chunk: int = field(default=256, metadata=COUNT)
     """frames that are encoded at a time where no gradients are needed, and of a checkpoint"""
     checkpoint: bool = False
     """keep no activations of frames but those of one chunk, and compute the others again in backward"""

@@ -1,0 +1,303 @@
+"""Memory and speed of detectors at 800 × 1333 pixels: Mask R-CNN with ConvNeXt-T, Cascade Mask R-CNN with ConvNeXt-B.
+
+    python benchmarks/detection.py --out benchmarks/results/detection.json            # on a GPU: the docs' tables
+    python benchmarks/detection.py --device cpu --height 96 --width 128 --batches 1 --methods full "sbp r=0.5"
+    python benchmarks/detection.py --show benchmarks/results/detection.json
+
+Images and objects are drawn once. Among the proposals there are enough near the objects for the most that heads take of
+them, a quarter, as in a trained detector; so memory is that of its largest steps. On a GPU the parts of the peak: what
+is allocated before the step (weights, optimizer, images), what the forward pass of each part adds and keeps, and the
+rest, short-lived or made in backward. On a CPU: bytes saved for backward, by part.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import commandline
+import torchsbp
+from case import Stopwatch
+from torchsbp.memory.estimate import checkpoint_blocks
+from torchsbp.memory.saved import Saved
+from torchsbp.train.detection.model import Detector
+from torchsbp.train.tasks.detection import Data, Detection, DetectionOptions, Lean, Model
+
+MIB = 2**20
+CLASSES, OBJECTS, NEAR = 80, 8, 400
+MODELS = {
+    "mask_rcnn_convnext_tiny": Model("mask_rcnn", "convnext_tiny", {"ls_init_value": 1.0}, drop_path=0.4),
+    "cascade_mask_rcnn_convnext_base": Model(
+        "cascade_mask_rcnn", "convnext_base", {"ls_init_value": 1.0}, drop_path=0.7, proposals=2000
+    ),
+}
+PARTS = {"backbone.body": "backbone", "backbone": "pyramid", "rpn": "proposals", "heads": "heads"}
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Method:
+    """SBP's options for the backbone (None: plain), what is lean in the heads, and whether blocks are checkpointed."""
+
+    sbp: dict[str, Any] | None = None
+    lean: Lean = field(default_factory=Lean)
+    checkpoint: bool = False
+
+    def prepare(self, model: nn.Module) -> None:
+        if self.checkpoint:
+            checkpoint_blocks(model.backbone.body)  # type: ignore[union-attr, arg-type]
+        if self.sbp is not None:
+            torchsbp.apply(model, **self.sbp)
+
+
+RPN, HEADS = Lean(rpn=True), Lean(rpn=True, recompute=True)
+METHODS = {
+    "full": Method(),
+    "checkpointed backbone": Method(checkpoint=True),
+    "exact lean": Method({"keep_ratio": 1.0}, RPN),
+    "sbp r=0.5, plain heads": Method({"keep_ratio": 0.5}),
+    "sbp r=0.5": Method({"keep_ratio": 0.5}, RPN),
+    "sbp r=0.25": Method({"keep_ratio": 0.25}, RPN),
+    "sbp r=0.5, heads recomputed": Method({"keep_ratio": 0.5}, HEADS),
+    "sbp r=0.5, half of the proposals": Method({"keep_ratio": 0.5}, Lean(rpn=True, proposals=0.5)),
+    "sbp r=0.5, half of the pyramid": Method({"keep_ratio": 0.5}, Lean(rpn=True, pyramid=0.5)),
+}
+
+
+class Near(nn.Module):
+    """The proposals of an RPN, the last of them replaced by others near the objects."""
+
+    def __init__(self, rpn: nn.Module) -> None:
+        super().__init__()
+        self.rpn = rpn
+
+    def forward(self, images: Any, features: Any, targets: list[dict[str, Tensor]]) -> Any:
+        proposals, losses = self.rpn(images, features, targets)
+        pairs = zip(proposals, targets, strict=True)
+        return [torch.cat([its[:-NEAR], near(target["boxes"])]) for its, target in pairs], losses
+
+
+def near(boxes: Tensor) -> Tensor:
+    sides = (boxes[:, 2:] - boxes[:, :2]).repeat(NEAR // len(boxes), 2)
+    return boxes.repeat(NEAR // len(boxes), 1) + 0.04 * sides * (2 * torch.rand_like(sides) - 1)
+
+
+def detector(name: str, method: Method, device: str) -> Detector:
+    model = MODELS[name]
+    if method.lean.proposals < 1:
+        model = Model(**{**vars(model), "norm": "group"})
+    task = Detection(DetectionOptions("detection", model, method.lean, Data()), 0, [str(i) for i in range(CLASSES)])
+    with torch.device(device):
+        found = task.model(start=False)
+    assert isinstance(found, Detector)
+    return found
+
+
+def batch_of(count: int, height: int, width: int) -> tuple[Tensor, Tensor, list[dict[str, Tensor]]]:
+    """Images padded to multiples of 32, with boxes and masks that fill them."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(count, 3, -(-height // 32) * 32, -(-width // 32) * 32, generator=generator)
+    targets = []
+    for _ in range(count):
+        corner, side = torch.rand(OBJECTS, 2, generator=generator), torch.rand(OBJECTS, 2, generator=generator)
+        scale = torch.tensor([width, height])
+        corner, side = 0.6 * corner * scale, (0.08 + 0.3 * side) * scale
+        boxes = torch.cat([corner, corner + side], 1)
+        masks = torch.zeros(OBJECTS, height, width, dtype=torch.uint8)
+        for mask, (x0, y0, x1, y1) in zip(masks, boxes.int().tolist(), strict=True):
+            mask[y0:y1, x0:x1] = 1
+        labels = torch.randint(1, CLASSES + 1, (OBJECTS,), generator=generator)
+        targets.append({"boxes": boxes, "labels": labels, "masks": masks})
+    return images, torch.tensor([[height, width]] * count), targets
+
+
+class Case:
+    """A detector on its device, with batch and optimizer."""
+
+    def __init__(self, name: str, method: Method, args: argparse.Namespace, batch: int, compiled: bool) -> None:
+        torch.manual_seed(0)
+        self.device, self.method = args.device, method
+        self.model = detector(name, method, self.device).train()
+        method.prepare(self.model)
+        self.model.rpn = Near(self.model.rpn)  # type: ignore[assignment]
+        self.model.to(self.device, memory_format=torch.channels_last)
+        if compiled:
+            self.model.backbone.compile(dynamic=False)
+        images, self.sizes, targets = batch_of(batch, args.height, args.width)
+        self.images = images.to(self.device, memory_format=torch.channels_last)
+        self.targets = [{key: value.to(self.device) for key, value in its.items()} for its in targets]
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-5, fused=self.device == "cuda")
+
+    def forward(self) -> Tensor:
+        if self.method.sbp is not None:
+            torchsbp.set_sizes(self.model, self.sizes, self.images.shape[-2:])
+        with torch.autocast(self.device, torch.bfloat16):
+            return torch.stack([*self.model(self.images, self.sizes, self.targets).values()]).sum()
+
+    def step(self) -> None:
+        self.forward().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def time(self, steps: int) -> float:
+        """Milliseconds, the median."""
+        watch = Stopwatch(self.device)
+        watch.mark()
+        for _ in range(steps):
+            self.step()
+            watch.mark()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return statistics.median(watch.between(i, i + 1) for i in range(steps))
+
+    def peak(self) -> Row:
+        """MiB on a GPU: the peak of a step and its parts."""
+        torch.cuda.synchronize()
+        before = last = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with Watched(self.model, torch.cuda.memory_allocated) as told:
+            loss = self.forward()
+            forward = torch.cuda.memory_allocated()
+        kept = {}
+        for part, allocated in told.items():
+            kept[part], last = allocated - last, allocated
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        torch.cuda.synchronize()
+        top = torch.cuda.max_memory_allocated()
+        state = sum(t.numel() * t.element_size() for its in self.optimizer.state.values() for t in its.values())
+        parts = {"optimizer": state, "weights and images": before - state, **kept, "rest": top - forward}
+        return {"peak MiB": top / MIB, "parts MiB": {part: size / MIB for part, size in parts.items()}}
+
+    def saved(self) -> Row:
+        """MiB saved for backward on a CPU, by part."""
+        with Saved(self.model, self.images) as saved:
+            loss = self.forward()
+        parts = dict.fromkeys(PARTS.values(), 0)
+        for name, size in saved.by_module.items():
+            part = next((title for prefix, title in PARTS.items() if name.startswith(prefix)), "heads")
+            parts[part] += size
+        del loss
+        return {"saved MiB": saved.total / MIB, "parts MiB": {part: size / MIB for part, size in parts.items()}}
+
+
+class Watched:
+    """Reads a number whenever a part of a detector has run forward."""
+
+    def __init__(self, model: nn.Module, read: Callable[[], int]) -> None:
+        self.model, self.read = model, read
+        self.found: dict[str, int] = {}
+
+    def __enter__(self) -> dict[str, int]:
+        parts = {name: title for name, title in PARTS.items() if name != "heads"}
+        self.handles = [
+            self.model.get_submodule(name).register_forward_hook(lambda *_, title=title: self.note(title))
+            for name, title in parts.items()
+        ]
+        return self.found
+
+    def note(self, title: str) -> None:
+        self.found[title] = self.read()
+
+    def __exit__(self, *_: object) -> None:
+        self.note("heads")
+        for handle in self.handles:
+            handle.remove()
+
+
+def measured(args: argparse.Namespace) -> Iterator[Row]:
+    for name in args.models:
+        for batch in args.batches:
+            for mode in args.modes:
+                for title in args.methods:
+                    about = {"model": name, "batch": batch, "mode": mode, "method": title}
+                    yield about | measure(name, METHODS[title], args, batch, mode == "compiled")
+
+
+def measure(name: str, method: Method, args: argparse.Namespace, batch: int, compiled: bool) -> Row:
+    """One case; an error is a row as well, so that the others are measured."""
+    try:
+        case = Case(name, method, args, batch, compiled)
+        if args.device == "cpu":
+            row = case.saved()
+        else:
+            case.time(args.warmup)
+            row = case.peak()
+        return {"step ms": case.time(args.steps), **row}
+    except (RuntimeError, torch.OutOfMemoryError) as error:
+        return {"error": str(error).splitlines()[0]}
+    finally:
+        case = None  # type: ignore[assignment]
+        gc.collect()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def add_ratios(rows: list[Row]) -> None:
+    """To full backprop of the same model, batch and mode."""
+    full = {(r["model"], r["batch"], r["mode"]): r for r in rows if r["method"] == "full" and "error" not in r}
+    for row in rows:
+        base = full.get((row["model"], row["batch"], row["mode"]))
+        if base is not None and "error" not in row:
+            key = "peak MiB" if "peak MiB" in row else "saved MiB"
+            row["memory"], row["speed"] = row[key] / base[key], base["step ms"] / row["step ms"]
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    titles = list(next(row["parts MiB"] for row in rows if "error" not in row))
+    lines = [f"| model, batch, mode | method | MiB | step | {' | '.join(titles)} |", "|---" * (4 + len(titles)) + "|"]
+    for row in rows:
+        head = f"| {row['model']}, {row['batch']}, {row['mode']} | {row['method']} | "
+        if "error" in row:
+            lines.append(f"{head}{row['error']} |")
+            continue
+        size = row.get("peak MiB", row.get("saved MiB"))
+        parts = " | ".join(f"{row['parts MiB'][title]:.0f}" for title in titles)
+        lines.append(
+            f"{head}{size:.0f}, {row['memory']:.2f}× | {row['step ms']:.0f} ms, {row['speed']:.2f}× speed | {parts} |"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), metavar="MODEL")
+    result.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD")
+    result.add_argument("--batches", nargs="+", type=int, default=[2, 8])
+    result.add_argument("--modes", nargs="+", default=["eager"], choices=["eager", "compiled"], help="of the backbone")
+    result.add_argument("--height", type=int, default=800)
+    result.add_argument("--width", type=int, default=1333)
+    result.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
+    result.add_argument("--warmup", type=int, default=2)
+    result.add_argument("--steps", type=int, default=5)
+    result.add_argument("--out", type=Path, help="JSON file for the rows, written as they come")
+    result.add_argument("--commit", default="", help="commit to record, instead of what git says")
+    result.add_argument("--show", type=Path, help="print the table of a file instead of measuring")
+    args = result.parse_args(argv)
+    args.bf16 = True
+    if args.show:
+        print(markdown(json.loads(args.show.read_text())["rows"]))
+        return
+    rows: list[Row] = []
+    with suppress(BrokenPipeError):
+        for row in measured(args):
+            rows.append(row)
+            add_ratios(rows)
+            print(json.dumps(row), flush=True)
+            if args.out:
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(json.dumps({"environment": commandline.environment(args), "rows": rows}, indent=1))
+        print(markdown(rows), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Runs of a recipe in several arms and with several seeds, at the same time on one GPU; then paired differences.
+
+    python benchmarks/paired_runs.py penn_fudan --out runs/penn --seeds 5 \\
+      --arm full --arm "sbp --sbp.preset=default" -- --task.data.root=data/pennfudan
+    python benchmarks/paired_runs.py --show runs/penn --metrics box_ap mask_ap
+
+An arm is a name and the options it adds; what stands behind -- is for all. The same seed has the same first weights and
+the same order of images in every arm. NVIDIA's multi-process service, if it is there, lets the processes share the GPU.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+T_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+"""Student's t, two-sided 95 %, by degrees of freedom"""
+
+
+def shared_gpu() -> None:
+    """Start the multi-process service for the processes that follow."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is not None:
+        folder = Path("/tmp/mps")
+        folder.mkdir(exist_ok=True)
+        os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
+        subprocess.run([control, "-d"], check=False)
+
+
+def started(recipe: str, arm: Sequence[str], seed: int, out: Path, common: Sequence[str]) -> "subprocess.Popen[bytes]":
+    name, *options = arm
+    folder = out / f"{name}_{seed}"
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "torchsbp", "train", recipe, f"--seed={seed}", f"--out={folder}"]
+    command += ["--log.progress=false", *common, *options]
+    with (folder / "log.txt").open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+
+def run(args: argparse.Namespace, common: Sequence[str]) -> None:
+    """All of them; those that are not done in time are stopped, as a signal would."""
+    shared_gpu()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    processes = [
+        started(args.recipe, arm.split(), seed, args.out, common) for seed in range(args.seeds) for arm in args.arm
+    ]
+    end = time.monotonic() + args.limit
+    while any(process.poll() is None for process in processes) and time.monotonic() < end:
+        time.sleep(1)
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    codes = [process.wait() for process in processes]
+    print(
+        f"{codes.count(0)} of {len(codes)} runs ended well after {args.limit + time.monotonic() - end:.0f} s",
+        flush=True,
+    )
+
+
+def last_values(folder: Path) -> dict[str, float]:
+    """Of the last evaluation, and the memory and speed of training."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    values = next((line for line in reversed(lines) if line["kind"] == "valid"), {})
+    trained = next((line for line in reversed(lines) if line["kind"] == "train"), {})
+    return {**{k: v for k, v in trained.items() if k in ("memory_mib", "images_per_s", "epoch")}, **values}
+
+
+def table(out: Path, metrics: Sequence[str]) -> str:
+    """Every arm's mean and its paired difference from the first one, with a 95 % interval."""
+    runs: dict[str, dict[int, dict[str, float]]] = {}
+    for path in sorted(out.glob("*_*/metrics.jsonl")):
+        arm, _, seed = path.parent.name.rpartition("_")
+        values = last_values(path.parent)
+        if all(metric in values for metric in metrics):
+            runs.setdefault(arm, {})[int(seed)] = values
+    if not runs:
+        return f"no run in {out} has been evaluated: see its log.txt"
+    first = "full" if "full" in runs else next(iter(runs))
+    lines = [f"| arm | seeds | epochs | {' | '.join(metrics)} | MiB |", "|---" * (4 + len(metrics)) + "|"]
+    for arm in sorted(runs, key=lambda name: name != first):
+        cells = []
+        for metric in metrics:
+            values = {seed: its[metric] for seed, its in runs[arm].items()}
+            others = {seed: its[metric] for seed, its in runs[first].items()}
+            pairs = [values[seed] - others[seed] for seed in values if seed in others]
+            cells.append(f"{mean_of(list(values.values()))}{'' if arm == first else f', Δ {mean_of(pairs)}'}")
+        memory = statistics.mean(its["memory_mib"] for its in runs[arm].values())
+        epochs = min(its["epoch"] for its in runs[arm].values())
+        lines.append(f"| {arm} | {len(runs[arm])} | {epochs:.0f} | {' | '.join(cells)} | {memory:.0f} |")
+    return "\n".join(lines)
+
+
+def mean_of(values: Sequence[float]) -> str:
+    """With the half width of its 95 % interval."""
+    mean, degrees = statistics.mean(values), len(values) - 1
+    if degrees not in T_95:
+        return f"{mean:.2f}"
+    return f"{mean:.2f} ± {T_95[degrees] * statistics.stdev(values) / math.sqrt(len(values)):.2f}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?")
+    parser.add_argument("--out", type=Path, help="a folder for the runs")
+    parser.add_argument("--arm", action="append", default=[], help="its name, and its options")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--limit", type=float, default=3600, help="seconds")
+    parser.add_argument("--metrics", nargs="+", default=["box_ap", "mask_ap"])
+    parser.add_argument("--show", type=Path, help="print the table of a folder instead of running")
+    given = list(sys.argv[1:] if argv is None else argv)
+    place = given.index("--") if "--" in given else len(given)
+    args, common = parser.parse_args(given[:place]), given[place + 1 :]
+    if args.show is None:
+        if not (args.recipe and args.out and args.arm):
+            parser.error("a recipe, --out and at least one --arm are needed")
+        run(args, common)
+    print(table(args.show or args.out, args.metrics), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Clips of labelled videos: which frames are read, to train with and to evaluate with, and what can't be read.
+
+A video that can't be read ends no run. In training another one takes its place, in evaluation it is left out; both
+are counted, and so are videos that are shorter than a clip, which begin again at their end.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import DataError
+from .videos import Video
+
+TRIES = 10
+"""videos in a row that may be unreadable"""
+UNREAD, SHORT = "unread", "short"
+
+
+class Note(NamedTuple):
+    """Something about a video that a report says."""
+
+    kind: str
+    text: str
+
+
+class Clips:
+    """Videos with a class for each head."""
+
+    heads: tuple[str, ...]
+    """what there are classes of: "class" alone, or "verb" and "noun"; then one by one"""
+    names: Sequence[Sequence[str]]
+    """of the classes of each head"""
+    labels: Sequence[tuple[int, ...]]
+    """of each video, one per head"""
+
+    def title(self, index: int) -> str:
+        raise NotImplementedError
+
+    def open(self, index: int) -> Video:
+        raise NotImplementedError
+
+
+class Target(NamedTuple):
+    labels: Tensor
+    """[heads]; −1: the video could not be read"""
+    notes: tuple[Note, ...] = ()
+
+
+class Sampling(NamedTuple):
+    """``frames`` frames of every ``stride``-th."""
+
+    frames: int
+    stride: int
+
+    @property
+    def span(self) -> int:
+        return (self.frames - 1) * self.stride + 1
+
+    def numbers(self, begin: int, count: int) -> list[int]:
+        """Of a video with that many frames; a shorter one begins again."""
+        return [(begin + i * self.stride) % count for i in range(self.frames)]
+
+    def at_random(self, count: int) -> list[int]:
+        return self.numbers(int(torch.randint(max(1, count - self.span + 1), ())), count)
+
+    def evenly(self, count: int, views: int) -> list[int]:
+        """Several clips, in the middles of equal parts of where one can begin."""
+        room = max(1, count - self.span + 1)
+        return [n for view in range(views) for n in self.numbers(int((view + 0.5) * room / views), count)]
+
+
+class Source:
+    """Frames ``[n, height, width, 3]`` with targets: what ``Samples`` reads."""
+
+    def __init__(self, clips: Clips, sampling: Sampling) -> None:
+        self.clips, self.sampling = clips, sampling
+
+    def __len__(self) -> int:
+        return len(self.clips.labels)
+
+    def where(self, index: int) -> str:
+        return f"video {self.clips.title(index)}"
+
+    def read(self, index: int, numbers: Callable[[int], list[int]]) -> tuple[Tensor, Target]:
+        with self.clips.open(index) as video:
+            frames = video.read(numbers(len(video)))
+            short = len(video) < self.sampling.span
+            text = f"{self.clips.title(index)}: {len(video)} frames, a clip spans {self.sampling.span}"
+        return frames, Target(torch.tensor(self.clips.labels[index]), (Note(SHORT, text),) if short else ())
+
+
+class TrainClips(Source):
+    """A clip from anywhere in the video; if that can't be read, of another video."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Target]:
+        notes: list[Note] = []
+        for _ in range(TRIES):
+            try:
+                frames, target = self.read(index, self.sampling.at_random)
+                return frames, target._replace(notes=(*notes, *target.notes))
+            except DataError as error:
+                notes.append(Note(UNREAD, str(error)))
+                index = int(torch.randint(len(self), ()))
+        raise DataError(f"{TRIES} videos in a row: {notes[0].text}; …; {notes[-1].text}")
+
+
+class EvalClips(Source):
+    """``views`` clips of a video, one after the other."""
+
+    def __init__(self, clips: Clips, sampling: Sampling, views: int) -> None:
+        super().__init__(clips, sampling)
+        self.views = views
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Target]:
+        try:
+            return self.read(index, lambda count: self.sampling.evenly(count, self.views))
+        except DataError as error:
+            black = torch.zeros(self.views * self.sampling.frames, 8, 8, 3, dtype=torch.uint8)
+            return black, Target(torch.full((len(self.clips.heads),), -1), (Note(UNREAD, str(error)),))

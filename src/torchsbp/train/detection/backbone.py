@@ -1,0 +1,138 @@
+"""A backbone of timm's under a feature pyramid: maps of strides 4, 8, 16, 32, and a fifth of half that resolution."""
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from timm.layers import LayerNorm2d
+from torch import Tensor, nn
+from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork, LastLevelMaxPool
+
+import torchsbp
+
+from ...errors import CheckpointError, UsageError
+from ..data.seeds import generators_kept
+from ..runs.weights import read_weights
+
+STRIDES = (4, 8, 16, 32)
+LEVELS = ("0", "1", "2", "3")
+"""the pyramid's maps that proposals are pooled from; the fifth is for large anchors"""
+
+
+class Backbone(nn.Module):
+    """``body`` makes feature maps, ``pyramid`` makes maps of ``width`` channels of them."""
+
+    def __init__(self, body: nn.Module, width: int, keep_ratio: float = 1.0) -> None:
+        super().__init__()
+        info: Any = body.feature_info
+        strides, channels = info.reduction(), info.channels()
+        self.body, self.width = body, width
+        self.channels_last = body.output_fmt == "NHWC"
+        if len(set(strides)) == 1:  # a plain ViT: its last map in four sizes
+            self.maps: tuple[int, ...] = (len(strides) - 1,)
+            self.spread: nn.Module = SimplePyramid(channels[-1], strides[-1])
+            channels = self.spread.channels
+        else:
+            self.maps = tuple(strides.index(stride) for stride in STRIDES if stride in strides)
+            if len(self.maps) != len(STRIDES):
+                raise UsageError(f"a pyramid needs maps of strides {STRIDES}, this backbone has {tuple(strides)}")
+            channels = [channels[i] for i in self.maps]
+            self.spread = nn.Identity()
+        self.pyramid = Pyramid(channels, width, keep_ratio)
+
+    def forward(self, images: Tensor) -> OrderedDict[str, Tensor]:
+        maps = self.body(images)
+        maps = [maps[i].permute(0, 3, 1, 2) if self.channels_last else maps[i] for i in self.maps]
+        maps = self.spread(maps)
+        return self.pyramid(OrderedDict(zip(LEVELS, maps, strict=True)))
+
+
+class Pyramid(FeaturePyramidNetwork):
+    """torchvision's, with a norm before each lateral convolution. Both treat positions one by one, and learn from that
+    share of them."""
+
+    def __init__(self, channels: list[int], width: int, keep_ratio: float) -> None:
+        super().__init__(channels, width, LastLevelMaxPool())
+        self.norms = nn.ModuleList(LayerNorm2d(number) for number in channels)
+        self.keep_ratio = keep_ratio
+
+    def get_result_from_inner_blocks(self, x: Tensor, idx: int) -> Tensor:
+        norm, conv = self.norms[idx], self.inner_blocks[idx]
+        if self.keep_ratio == 1 or not self.training:
+            return conv(norm(x))
+        positions = x.shape[2] * x.shape[3]
+        keep = torch.randperm(positions, device=x.device)[: max(1, round(self.keep_ratio * positions))]
+        rows = torchsbp.sbp(lambda its: conv(norm(its.unsqueeze(3))).squeeze(3), x.flatten(2), keep, 2)
+        return rows.unflatten(2, x.shape[2:])
+
+
+class SimplePyramid(nn.Module):
+    """Four sizes of the one map of a plain ViT: enlarged by strided deconvolutions, as it is, and pooled."""
+
+    def __init__(self, channels: int, stride: int) -> None:
+        super().__init__()
+        if stride not in (8, 16):
+            raise UsageError(f"a simple pyramid needs a map of stride 8 or 16, this backbone has {stride}")
+        half, quarter = channels // 2, channels // 4
+        double = nn.ConvTranspose2d(channels, half, 2, 2)
+        again = nn.Sequential(
+            nn.ConvTranspose2d(channels, half, 2, 2),
+            LayerNorm2d(half),
+            nn.GELU(),
+            nn.ConvTranspose2d(half, quarter, 2, 2),
+        )
+        same, pool = nn.Identity(), nn.MaxPool2d(2)
+        if stride == 16:
+            self.sizes = nn.ModuleList((again, double, same, pool))
+            self.channels = [quarter, half, channels, channels]
+        else:
+            self.sizes = nn.ModuleList((double, same, pool, nn.MaxPool2d(4)))
+            self.channels = [half, channels, channels, channels]
+
+    def forward(self, maps: list[Tensor]) -> list[Tensor]:
+        return [size(maps[0]) for size in self.sizes]
+
+
+def body(name: str, options: dict[str, Any], pretrained: bool, weights: Path | None, multiple: int) -> nn.Module:
+    """timm's model with features only, for images whose sides are multiples of that number."""
+    try:
+        found: nn.Module = timm.create_model(name, features_only=True, pretrained=pretrained, **options)
+        with torch.no_grad(), generators_kept():
+            found.eval()(torch.zeros(1, 3, 2 * multiple, 3 * multiple))
+    except Exception as error:  # an unknown name, an option it does not have, sizes it can't take
+        raise UsageError(
+            f"task.model.name {name} with {options} as a backbone for images of any size: {error}. A ViT needs "
+            "task.model.options.dynamic_img_size=true, a Swin strict_img_size=false and always_partition=true"
+        ) from error
+    if weights is not None:
+        load(found, weights)
+    return found.train()
+
+
+def load(found: nn.Module, path: Path) -> None:
+    """Weights of the same model as a classifier, ours or timm's; those of its head are left."""
+    given, own = read_weights(path), found.state_dict()
+    given = {name.removeprefix("backbone.body."): value for name, value in given.items()}
+    chosen = {}
+    for name, value in own.items():
+        match = next((given[each] for each in names_of(name) if each in given), None)
+        if match is None:
+            raise CheckpointError(f"{path} is of another model: it has no {names_of(name)[1]}")
+        if match.shape != value.shape:
+            raise CheckpointError(
+                f"{path} is of a model of another size: {name} {tuple(match.shape)}, here {tuple(value.shape)}"
+            )
+        chosen[name] = match
+    found.load_state_dict(chosen)
+
+
+def names_of(name: str) -> tuple[str, str]:
+    """What a weight is called in a detector, and what in the classifier: features_only flattens the first level
+    (``stem.0`` is ``stem_0``), or holds the model as ``model``."""
+    first, _, rest = name.partition(".")
+    if first == "model":
+        return name, rest
+    chain, _, number = first.rpartition("_")
+    return name, f"{chain}.{number}.{rest}" if number.isdigit() else name

@@ -1,0 +1,111 @@
+"""Proposals: torchvision's RPN with a loss of its own, and a backward pass that visits the sampled anchors alone.
+
+Of some hundred thousand anchors the loss sees 256 per image, and proposals carry no gradient. So the dense maps can run
+without recording anything; the head runs once more on the 3 × 3 surroundings of the sampled anchors. Gradients are the
+same, and there is no dense backward pass.
+"""
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.image_list import ImageList
+from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead, concat_box_prediction_layers
+
+Targets = list[dict[str, Tensor]]
+RATIOS = (0.5, 1.0, 2.0)
+SAMPLED, POSITIVE = 256, 0.5
+BEFORE_NMS, TESTED = 2000, 1000
+"""proposals of a map before NMS in training, and before and after it in evaluation"""
+
+
+class RPN(RegionProposalNetwork):
+    """``beta``: of the smooth L1 loss of boxes, 0 for L1. ``sparse``: backward from the sampled anchors alone."""
+
+    def __init__(self, width: int, anchor_scale: int, proposals: int, beta: float, sparse: bool) -> None:
+        sizes = tuple((anchor_scale * stride,) for stride in (4, 8, 16, 32, 64))
+        count = {"training": proposals, "testing": min(proposals, TESTED)}
+        before = {"training": BEFORE_NMS, "testing": TESTED}
+        anchors = AnchorGenerator(sizes, (RATIOS,) * len(sizes))
+        super().__init__(anchors, RPNHead(width, len(RATIOS)), 0.7, 0.3, SAMPLED, POSITIVE, before, count, 0.7)
+        self.beta, self.sparse = beta, sparse
+
+    def forward(
+        self, images: ImageList, features: "OrderedDict[str, Tensor]", targets: Targets | None = None
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        maps = list(features.values())
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.sparse):
+            by_level = [[at_least_float(each) for each in found] for found in self.head(maps)]
+        anchors = self.anchor_generator(images, maps)
+        per_level = [each[0].numel() for each in by_level[0]]
+        logits, deltas = concat_box_prediction_layers(*by_level)
+        boxes = self.box_coder.decode(deltas.detach(), anchors).view(len(anchors), -1, 4)
+        boxes, _ = self.filter_proposals(boxes, logits, images.image_sizes, per_level)
+        if not self.training:
+            return boxes, {}
+        assert targets is not None
+        labels, matched = self.assign_targets_to_anchors(anchors, targets)
+        for label, anchor, size in zip(labels, anchors, images.image_sizes, strict=True):
+            label[in_padding(anchor, size)] = -1  # neither object nor background
+        positive, negative = (torch.cat(found).nonzero().flatten() for found in self.fg_bg_sampler(labels))
+        chosen = torch.cat([positive, negative])
+        if self.sparse:
+            logits, deltas = at(self.head, maps, chosen)
+        else:
+            logits, deltas = logits.flatten()[chosen], deltas[chosen]
+        aims = torch.cat(self.box_coder.encode(matched, anchors))[positive]
+        return boxes, rpn_losses(logits, deltas[: len(positive)], torch.cat(labels)[chosen], aims, self.beta)
+
+
+def rpn_losses(logits: Tensor, deltas: Tensor, labels: Tensor, aims: Tensor, beta: float) -> dict[str, Tensor]:
+    """Of the sampled anchors: is there an object, and where; ``deltas`` and ``aims`` are those of the objects."""
+    if not len(logits):
+        return {"objectness": logits.sum(), "proposals": deltas.sum()}
+    return {
+        "objectness": F.binary_cross_entropy_with_logits(logits, labels),
+        "proposals": F.smooth_l1_loss(deltas, aims, beta=beta, reduction="sum") / len(logits),
+    }
+
+
+def at_least_float(x: Tensor) -> Tensor:
+    """Under autocast in float32: pixels of large images are more than bfloat16 can count."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def in_padding(anchors: Tensor, size: tuple[int, int]) -> Tensor:
+    """Whether an anchor's centre is outside its image, to the right or below."""
+    return (anchors[:, 0] + anchors[:, 2] > 2 * size[1]) | (anchors[:, 1] + anchors[:, 3] > 2 * size[0])
+
+
+def at(head: Any, maps: list[Tensor], chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits and deltas of the chosen anchors, which are numbered by image, level, position and shape."""
+    each = len(RATIOS)
+    counts = [each * its.shape[2] * its.shape[3] for its in maps]
+    image, number = chosen // sum(counts), chosen % sum(counts)
+    patches = maps[0].new_zeros(len(chosen), 9, maps[0].shape[1])
+    start = 0
+    for its, count in zip(maps, counts, strict=True):
+        here = ((number >= start) & (number < start + count)).nonzero().flatten()
+        position = (number[here] - start) // each
+        patches = patches.index_add(0, here, surroundings(its, image[here], position))
+        start += count
+    conv, (score, box) = head.conv[0][0], (head.cls_logits, head.bbox_pred)
+    hidden = F.relu(F.linear(patches.flatten(1), conv.weight.permute(0, 2, 3, 1).flatten(1), conv.bias))
+    rows, shape = torch.arange(len(chosen), device=chosen.device), number % each
+    logits = F.linear(hidden, score.weight.flatten(1), score.bias)[rows, shape]
+    deltas = F.linear(hidden, box.weight.flatten(1), box.bias).view(-1, each, 4)[rows, shape]
+    return at_least_float(logits), at_least_float(deltas)
+
+
+def surroundings(x: Tensor, image: Tensor, position: Tensor) -> Tensor:
+    """The 3 × 3 neighbours of positions of ``x [B, C, h, w]``, ``[n, 9, C]``, zero beyond the edges."""
+    height, width = x.shape[2:]
+    steps = torch.arange(-1, 2, device=x.device)
+    rows = (position // width)[:, None, None] + steps[:, None]
+    columns = (position % width)[:, None, None] + steps
+    within = ((rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)).flatten(1)
+    flat = (rows.clamp(0, height - 1) * width + columns.clamp(0, width - 1)).flatten(1)
+    return x.flatten(2)[image[:, None], :, flat] * within.unsqueeze(-1)

@@ -1,0 +1,36 @@
+"""Backward through sampled frames, in a training run: ``sbp_frames`` as a configuration and a step say it."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import torchsbp
+from torchsbp import SBPConfig
+from torchsbp.sampling.schedules import Milestones
+
+from ..errors import UsageError
+from .distributed import together
+
+
+def sampled_frames(
+    encoder: Callable[[Tensor], Tensor], video: Tensor, config: SBPConfig, step: int, chunk: int
+) -> Tensor:
+    """Features ``[B, T, D]`` of a video ``[B, T, …]``, with gradients through the frames that this step keeps."""
+    ratio = config.keep_ratio
+    return torchsbp.sbp_frames(
+        encoder,
+        video,
+        ratio.at(step) if isinstance(ratio, Milestones) else ratio,  # type: ignore[arg-type]
+        step=step,
+        sampler=config.sampler,
+        seed=config.seed,
+        rank=torch.distributed.get_rank() if together() else 0,
+        per_sample=config.per_sample,
+        chunk=chunk,
+    )
+
+
+def check_one_ratio(config: SBPConfig) -> None:
+    if isinstance(config.keep_ratio, tuple | list):
+        raise UsageError(f"sbp.keep_ratio={config.keep_ratio} varies over depth; frames have one ratio: a number")

@@ -1,0 +1,280 @@
+"""Detection and instance segmentation: Mask R-CNN and Cascade Mask R-CNN on a timm backbone, data as COCO has them."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torchvision.transforms import v2
+
+import torchsbp
+from torchsbp import SBPConfig
+
+from ...errors import DataError, UsageError
+from ..data.coco import Objects, open_coco
+from ..data.images import named
+from ..data.order import TrainOrder
+from ..data.samples import Samples
+from ..data.shapes import shapes
+from ..detection.backbone import Backbone, body
+from ..detection.batches import Batch, CropBetween, GroupedOrder, Prepared, collate, turned
+from ..detection.evaluate import Precision, metrics
+from ..detection.heads import CASCADE, MASK_RCNN, Heads, HeadSpec
+from ..detection.model import Detector, compile_backbone, parameter_groups
+from ..detection.predict import DetectionPredictor
+from ..detection.rpn import RPN
+from ..ranges import COUNT, NOT_NEGATIVE, SHARE, SHARE_ABOVE_0, SHARE_BELOW_1, ranged, refuse
+from ..task import Task, TaskOptions
+from . import register
+
+if TYPE_CHECKING:
+    from ..config import Optimizer
+
+KINDS = {"mask_rcnn": (MASK_RCNN, 0.0), "cascade_mask_rcnn": (CASCADE, 1 / 9)}
+"""stages of heads, and β of the smooth L1 loss of proposals"""
+
+
+@dataclass
+class Model:
+    """A detector on timm's ``create_model(features_only=True)``."""
+
+    kind: Literal["mask_rcnn", "cascade_mask_rcnn"] = "mask_rcnn"
+    name: str = "convnext_tiny"
+    """of the backbone: maps of strides 4 to 32, or a plain ViT"""
+    options: dict[str, Any] = field(default_factory=dict)
+    """further arguments, such as depths or ls_init_value"""
+    drop_path: float = field(default=0.0, metadata=SHARE_BELOW_1)
+    """stochastic depth"""
+    pretrained: bool = False
+    """timm's published weights (needs the internet)"""
+    weights: Path | None = None
+    """the backbone begins from these: a checkpoint of ours, or weights of the same timm model as a classifier"""
+    masks: bool = True
+    """false: boxes alone"""
+    width: int = field(default=256, metadata=COUNT)
+    """channels of the pyramid and of the heads' convolutions"""
+    hidden: int = field(default=1024, metadata=COUNT)
+    """of the heads' linear layers"""
+    norm: Literal["batch", "group"] = "batch"
+    """of the cascade's convolutions; batch is synchronised over processes"""
+    anchor_scale: int = field(default=8, metadata=COUNT)
+    """the side of a map's anchors, in its strides"""
+    proposals: int = field(default=1000, metadata=COUNT)
+    """per image, in training"""
+    sampled: int = field(default=512, metadata=COUNT)
+    """proposals per image that a stage is trained with"""
+
+
+@dataclass
+class Lean:
+    """What the heads need not save, beside what SBP spares in the backbone."""
+
+    rpn: bool = False
+    """backward of the RPN from the anchors of its loss alone: exact, and without a dense pass"""
+    recompute: bool = False
+    """heads on proposals run again in backward: exact"""
+    proposals: float = field(default=1.0, metadata=SHARE_ABOVE_0)
+    """share of the proposals that heads on them learn from"""
+    pyramid: float = field(default=1.0, metadata=SHARE_ABOVE_0)
+    """share of the positions that the pyramid's norms and lateral convolutions learn from"""
+
+
+@dataclass
+class Data:
+    """Images with boxes and masks: COCO's layout, or generated shapes."""
+
+    source: Literal["coco", "shapes"] = "coco"
+    root: Path = Path("data/coco")
+    train: str = "train2017"
+    """the folder of images below root"""
+    valid: str = "val2017"
+    train_json: str = "annotations/instances_train2017.json"
+    valid_json: str = "annotations/instances_val2017.json"
+    count: int = field(default=640, metadata=COUNT)
+    """shapes: images to train with; a quarter as many to evaluate with"""
+    mean: tuple[float, float, float] = field(default=(0.485, 0.456, 0.406), metadata=SHARE)
+    """of pixels in [0, 1]"""
+    std: tuple[float, float, float] = field(default=(0.229, 0.224, 0.225), metadata=SHARE_ABOVE_0)
+    multiple: int = field(default=32, metadata=COUNT)
+    """batches are padded to multiples of that many pixels"""
+    buckets: list[tuple[int, int]] = field(default_factory=list)
+    """or to the least of these sizes (height, width; turned too): as many graphs are compiled, and no more"""
+    workers: int = field(default=4, metadata=ranged(0, 1024))
+    """processes that read images, for each process that trains"""
+    broken: int = field(default=0, metadata=NOT_NEGATIVE)
+    """training images that may be unreadable: others are taken in their place; one more ends the run"""
+
+    def __post_init__(self) -> None:
+        wrong = [side for bucket in self.buckets for side in bucket if side < 1 or side % self.multiple]
+        if wrong:
+            refuse("task.data.buckets", self.buckets, f"sides that are multiples of task.data.multiple={self.multiple}")
+
+
+@dataclass
+class Augment:
+    """A flip, then a size; or, half of the time, a size, a crop of it, and another size."""
+
+    hflip: float = field(default=0.5, metadata=SHARE)
+    short: list[int] = field(default_factory=lambda: [*range(480, 801, 32)], metadata=COUNT)
+    """the shorter side: one of these"""
+    long: int = field(default=1333, metadata=COUNT)
+    """the longer side: not above"""
+    crop: bool = False
+    """half of the time: shorter side one of crop_short, a crop of crop_sides, then as without"""
+    crop_short: list[int] = field(default_factory=lambda: [400, 500, 600], metadata=COUNT)
+    crop_sides: tuple[int, int] = field(default=(384, 600), metadata=COUNT)
+    eval_short: int = field(default=800, metadata=COUNT)
+    """the shorter side in evaluation"""
+
+
+@dataclass
+class DetectionOptions(TaskOptions):
+    """Find objects."""
+
+    model: Model = field(default_factory=Model)
+    lean: Lean = field(default_factory=Lean)
+    data: Data = field(default_factory=Data)
+    augment: Augment = field(default_factory=Augment)
+
+
+@register("detection")
+class Detection(Task):
+    """Where objects are, of which class, and their masks."""
+
+    Options = DetectionOptions
+    best_by = "box_ap"
+    unit = "images"
+    samples = False
+    """SBP is on"""
+
+    def __init__(self, options: DetectionOptions, seed: int, names: list[str] | None = None) -> None:
+        """``names``: of the classes, if they are known without data."""
+        if options.lean.proposals < 1 and options.model.norm == "batch" and options.model.kind != "mask_rcnn":
+            raise UsageError(
+                "task.lean.proposals samples them, whose batch statistics would differ; set task.model.norm=group"
+            )
+        self.metrics = metrics(options.model.masks)
+        self.workers, self.broken = options.data.workers, options.data.broken
+        self.collate = partial(collate, buckets=options.data.buckets, multiple=options.data.multiple)
+        super().__init__(options, seed)
+        self.names = self.train_objects.names if names is None else names
+        if names is None:
+            self.notes = (self.train_objects.notes,)
+            self.check_classes()
+
+    @classmethod
+    def trained(cls, options: Any, seed: int, about: Mapping[str, str]) -> "Detection":
+        return cls(options, seed, json.loads(about["classes"]) if "classes" in about else None)
+
+    # Data
+
+    @cached_property
+    def train_objects(self) -> Objects:
+        return self.open(training=True)
+
+    @cached_property
+    def valid_objects(self) -> Objects:
+        return self.open(training=False)
+
+    def open(self, training: bool) -> Objects:
+        data, masks = self.options.data, self.options.model.masks
+        if data.source == "shapes":
+            return shapes(data.count if training else max(1, data.count // 4), training, masks)
+        folder, file = (data.train, data.train_json) if training else (data.valid, data.valid_json)
+        return open_coco(data.root / file, data.root / folder, training, masks)
+
+    @cached_property
+    def train_data(self) -> Samples:
+        augment = self.options.augment
+        size = v2.RandomShortestSize(augment.short, augment.long)
+        if augment.crop:
+            first = v2.RandomShortestSize(augment.crop_short, augment.long)
+            size = v2.RandomChoice([size, v2.Compose([first, CropBetween(*augment.crop_sides), size])])
+        transform = Prepared(v2.RandomHorizontalFlip(augment.hflip), size, v2.SanitizeBoundingBoxes())
+        return Samples(self.train_objects, transform, self.seed, replace=self.broken > 0)
+
+    @cached_property
+    def valid_data(self) -> Samples:
+        return Samples(self.valid_objects, self.eval_transform(), self.seed)
+
+    def eval_transform(self) -> Prepared:
+        augment = self.options.augment
+        return Prepared(v2.RandomShortestSize([augment.eval_short], augment.long))
+
+    def check_classes(self) -> None:
+        """Raise ``DataError`` if the validation data have others than the training data had."""
+        if self.valid_objects.names != self.names:
+            found, known = named(self.valid_objects.names), named(self.names)
+            raise DataError(f"{self.valid_objects.file} has the categories {found}; those of training are {known}")
+
+    def train_order(self, batch: int, rank: int, world: int, multiple: int) -> TrainOrder:
+        order = GroupedOrder(len(self.train_data), batch, self.seed, rank, world, multiple)
+        order.upright = torch.tensor([its["height"] > its["width"] for its in self.train_objects.images])
+        return order
+
+    def to(self, device: torch.device, memory_format: torch.memory_format) -> None:
+        super().to(device, memory_format)
+        data = self.options.data
+        self.mean, self.std = (255 * torch.tensor(its, device=device).view(3, 1, 1) for its in (data.mean, data.std))
+
+    def prepare(self, batch: Batch, training: bool) -> Batch:
+        batch = super().prepare(batch, training)
+        images = ((batch.images.float() - self.mean) / self.std).masked_fill_(padding_of(batch), 0)
+        return batch._replace(images=images.contiguous(memory_format=self.memory_format))
+
+    # Model
+
+    def model(self, start: bool) -> nn.Module:
+        model, lean = self.options.model, self.options.lean
+        stages, beta = KINDS[model.kind]
+        options = {"drop_path_rate": model.drop_path, **model.options}
+        weights = model.weights if start else None
+        inner = body(model.name, options, model.pretrained and start, weights, self.options.data.multiple)
+        spec = HeadSpec(
+            len(self.names) + 1, model.width, model.hidden, model.sampled, model.masks, model.norm, lean.proposals,
+            lean.recompute,
+        )  # fmt: skip
+        rpn = RPN(model.width, model.anchor_scale, model.proposals, beta, lean.rpn)
+        return Detector(Backbone(inner, model.width, lean.pyramid), rpn, Heads(stages, spec))
+
+    def apply_sbp(self, model: nn.Module, config: SBPConfig) -> None:
+        super().apply_sbp(model, config)
+        self.samples = True
+
+    def compile(self, model: nn.Module) -> None:
+        assert isinstance(model, Detector)
+        compile_backbone(model, len(turned(self.options.data.buckets)))
+
+    def parameters(self, model: nn.Module, optimizer: "Optimizer") -> Any:
+        assert isinstance(model, Detector)
+        return parameter_groups(model, optimizer.weight_decay, optimizer.layer_decay)
+
+    # Losses and metrics
+
+    def loss(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        if self.samples:
+            torchsbp.set_sizes(model, batch.sizes, batch.images.shape[-2:])
+        return model(batch.images, batch.sizes, batch.targets)
+
+    def evaluator(self) -> Precision:
+        self.check_classes()
+        return Precision(self.valid_objects)
+
+    def predictor(self) -> DetectionPredictor:
+        return DetectionPredictor(self.names, self.eval_transform(), self.collate, self.prepare)
+
+    def weights_about(self) -> dict[str, str]:
+        """The classes' names, in the order of the model's outputs, without the background."""
+        return {"classes": json.dumps(self.names)}
+
+
+def padding_of(batch: Batch) -> Tensor:
+    """True outside the images, ``[B, 1, H, W]``."""
+    height, width = (torch.arange(n, device=batch.sizes.device) for n in batch.images.shape[-2:])
+    below = height[None, :, None] >= batch.sizes[:, 0, None, None]
+    beside = width[None, None, :] >= batch.sizes[:, 1, None, None]
+    return (below | beside)[:, None]

@@ -1,0 +1,1 @@
+"""Recognition of actions in clips: models, views, evaluation."""

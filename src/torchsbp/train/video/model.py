@@ -1,0 +1,220 @@
+"""Classifiers of clips: a body of torchvision, transformers or timm, whose features one linear layer reads."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+from torchvision.models.video.swin_transformer import SwinTransformer3d
+
+from torchsbp import SBPConfig
+
+from ...errors import UsageError
+from ..data.seeds import generators_kept
+from ..frames import check_one_ratio, sampled_frames
+from ..ranges import COUNT, NOT_NEGATIVE, SHARE_BELOW_1
+from ..runs.weights import check_fit, read_weights
+from .inflate import inflated
+
+TRANSFORMERS = "transformers/"
+SWIN = {
+    "swin3d_t": {"embed_dim": 96, "depths": [2, 2, 6, 2], "num_heads": [3, 6, 12, 24]},
+    "swin3d_s": {"embed_dim": 96, "depths": [2, 2, 18, 2], "num_heads": [3, 6, 12, 24]},
+    "swin3d_b": {"embed_dim": 128, "depths": [2, 2, 18, 2], "num_heads": [4, 8, 16, 32]},
+}
+"""torchvision's Video Swins: what their functions pass on, of which they let nothing be changed"""
+WINDOWS = {"patch_size": [2, 4, 4], "window_size": [8, 7, 7]}
+
+
+@dataclass
+class Model:
+    """Which model sees the clips, and how it is trained."""
+
+    name: str = "swin3d_t"
+    """swin3d_t, swin3d_s or swin3d_b of torchvision; transformers/CLASS such as VideoMAEForVideoClassification; or an
+    image model of timm, whose features are averaged over frames"""
+    options: dict[str, Any] = field(default_factory=dict)
+    """further arguments, or of transformers fields of its configuration"""
+    drop_path: float = field(default=0.0, metadata=SHARE_BELOW_1)
+    """stochastic depth"""
+    dropout: float = field(default=0.0, metadata=SHARE_BELOW_1)
+    """before the classifier"""
+    lr: float = field(default=1.0, metadata=NOT_NEGATIVE)
+    """of all but the classifier, as a share of optimizer.lr"""
+    weights: Path | None = None
+    """begin from these: a checkpoint of ours, a state dict of the same model, or, for swin3d_*, of torchvision's swin_*
+    of images, which is inflated"""
+    new_head: bool = False
+    """leave the classifier out of weights, for other classes"""
+    chunk: int = field(default=64, metadata=COUNT)
+    """of timm: frames that are seen at a time where no gradients are needed"""
+
+
+def is_video(name: str) -> bool:
+    """Whether a model of that name has convolutions over time; the others see single frames."""
+    return name in SWIN or name.startswith(TRANSFORMERS)
+
+
+class Classifier(nn.Module):
+    """Clips ``[B, 3, T, H, W]`` to logits ``[B, classes]``, those of several heads side by side."""
+
+    def __init__(self, body: nn.Module, width: int, classes: int, dropout: float) -> None:
+        super().__init__()
+        self.body, self.dropout = body, nn.Dropout(dropout)
+        self.head = nn.Linear(width, classes)
+        nn.init.trunc_normal_(self.head.weight, std=0.02)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, clips: Tensor) -> Tensor:
+        return self.head(self.dropout(self.body(clips)))
+
+
+class Frames(nn.Module):
+    """The mean of an image model's features over frames."""
+
+    def __init__(self, encoder: nn.Module, chunk: int) -> None:
+        super().__init__()
+        self.encoder, self.chunk = encoder, chunk
+        self.sampling: SBPConfig | None = None
+        """of whole frames"""
+        self.step = 0
+
+    def forward(self, clips: Tensor) -> Tensor:
+        video = clips.transpose(1, 2)
+        if self.sampling is None or not (self.training and torch.is_grad_enabled()):
+            return self.encoder(video.flatten(0, 1)).unflatten(0, video.shape[:2]).mean(1)
+        return sampled_frames(self.encoder, video, self.sampling, self.step, self.chunk).mean(1)
+
+    def sample(self, config: SBPConfig) -> None:
+        check_one_ratio(config)
+        self.sampling = config
+
+
+class Transformer(nn.Module):
+    """A video classifier of transformers without its last layer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        model.classifier = nn.Identity()
+
+    def forward(self, clips: Tensor) -> Tensor:
+        return self.model(clips.transpose(1, 2)).logits
+
+
+def make_model(config: Model, frames: int, size: int, classes: int, start: bool) -> Classifier:
+    """For clips of that size; ``start``: with the weights that training begins from."""
+    try:
+        body, head = make_body(config, frames, size)
+    except UsageError:
+        raise
+    except Exception as error:  # an unknown name, an option it does not have, a value it can't use
+        raise UsageError(f"task.model.name {config.name} with {config.options}: {error}") from error
+    model = Classifier(body, width(body, frames, size, config.name), classes, config.dropout)
+    if config.weights is not None and start:
+        load(model, config, head)
+    return model
+
+
+def make_body(config: Model, frames: int, size: int) -> tuple[nn.Module, str]:
+    """The model without its classifier, and the classifier's name."""
+    if config.name in SWIN:
+        options = {**WINDOWS, **SWIN[config.name], "stochastic_depth_prob": config.drop_path, **config.options}
+        swin = SwinTransformer3d(**options)
+        swin.head = nn.Identity()
+        return swin, "head"
+    if config.name.startswith(TRANSFORMERS):
+        return Transformer(of_transformers(config, frames, size)), "classifier"
+    options = {"drop_path_rate": config.drop_path, **config.options}
+    encoder = timm.create_model(config.name, num_classes=0, **options)
+    return Frames(encoder, config.chunk), getattr(encoder, "default_cfg", {}).get("classifier", "head")
+
+
+def of_transformers(config: Model, frames: int, size: int) -> nn.Module:
+    try:
+        import transformers
+    except ImportError as error:
+        raise UsageError("transformers is not installed; pip install 'torchsbp[transformers]'") from error
+    name = config.name.removeprefix(TRANSFORMERS)
+    kind = getattr(transformers, name, None)
+    if not name.endswith("ForVideoClassification") or kind is None:
+        known = [its for its in dir(transformers) if its.endswith("ForVideoClassification")]
+        raise UsageError(
+            f"task.model.name {config.name} is unknown; known: {', '.join(TRANSFORMERS + its for its in known)}"
+        )
+    if config.drop_path:
+        raise UsageError(
+            f"task.model.drop_path={config.drop_path}: transformers has its own, if any, in task.model.options"
+        )
+    clip = {"image_size": size, "num_frames": frames, "crop_size": size, "frames_per_clip": frames}
+    fields = kind.config_class()
+    return kind._from_config(
+        kind.config_class(**{**{its: value for its, value in clip.items() if hasattr(fields, its)}, **config.options})
+    )
+
+
+@torch.no_grad()
+def width(body: nn.Module, frames: int, size: int, name: str) -> int:
+    """Of its features, seen by a black clip."""
+    try:
+        with generators_kept():
+            features = body.eval()(torch.zeros(1, 3, frames, size, size))
+    except Exception as error:  # models say it by assertions, or not at all
+        raise UsageError(
+            f"clips of task.data.frames={frames} and task.data.size={size} do not fit task.model.name {name}: {error}. "
+            "Set them to the model's, or its own sizes in task.model.options"
+        ) from error
+    body.train()
+    if features.dim() != 2:
+        raise UsageError(f"task.model.name {name} gives features {tuple(features.shape)}; allowed: [clips, width]")
+    return features.shape[1]
+
+
+def load(model: Classifier, config: Model, head: str) -> None:
+    """Every weight must be there and fit, but for the classifier's if it is new."""
+    assert config.weights is not None
+    found, own = read_weights(config.weights), model.state_dict()
+    if not any(name.startswith("body.") for name in found):
+        if isinstance(model.body, SwinTransformer3d):
+            found = inflated(found, model.body)
+        inner = {Frames: "body.encoder.", Transformer: "body.model."}.get(type(model.body), "body.")
+        found = {renamed(name, head, inner): value for name, value in found.items()}
+    new = {name for name in own if name.startswith("head.")}
+    if config.new_head:
+        found = {name: value for name, value in found.items() if not name.startswith("head.")}
+        found |= {name: own[name] for name in new}
+    check_fit(own, found, new, str(config.weights))
+    model.load_state_dict(found)
+
+
+def renamed(name: str, head: str, inner: str) -> str:
+    """A weight of a library's model, as it is called here."""
+    return f"head.{name.removeprefix(f'{head}.')}" if name.startswith(f"{head}.") else inner + name
+
+
+def groups(model: Classifier, lr: float, share: float) -> list[dict[str, Any]]:
+    """Parameters of the body and of the head, each with its learning rate; vectors and position biases don't decay."""
+    found: list[dict[str, Any]] = []
+    for part, rate in ((model.body, lr * share), (model.head, lr)):
+        trained = [(name, its) for name, its in part.named_parameters() if its.requires_grad]
+        for decays in (True, False):
+            params = [its for name, its in trained if decaying(name, its) == decays]
+            found += [{"params": params, "lr": rate, **({} if decays else {"weight_decay": 0.0})}] if params else []
+    return found
+
+
+def decaying(name: str, parameter: Tensor) -> bool:
+    return parameter.dim() > 1 and not name.endswith("relative_position_bias_table")
+
+
+def patches(body: nn.Module) -> Sequence[int] | None:
+    """Frames, height and width of what one position of the first grid sees; None: positions are of single images."""
+    if isinstance(body, SwinTransformer3d):
+        return body.patch_embed.tuple_patch_size
+    if isinstance(body, Transformer):
+        config: Any = body.model.config
+        return config.tubelet_size, config.patch_size, config.patch_size
+    return None

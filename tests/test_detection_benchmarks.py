@@ -1,0 +1,124 @@
+"""Benchmarks of detectors on tiny models: methods save what their names say, paired runs are told as pairs."""
+
+import importlib
+import json
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from PIL import Image
+
+from torchsbp.train.data.coco import open_coco
+
+from .train.detection.detectors import TINY
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+NAMES = ("detection", "detection_data", "paired_runs")
+MODEL = "mask_rcnn_convnext_tiny"
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[SimpleNamespace]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        modules = SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
+        for name, model in modules.detection.MODELS.items():
+            small = {"options": TINY, "width": 32, "hidden": 16, "sampled": 64, "proposals": 450, "norm": "group"}
+            patch.setitem(modules.detection.MODELS, name, replace(model, **small))
+        yield modules
+
+
+@pytest.fixture(scope="module")
+def rows(bench, tmp_path_factory) -> list[dict]:
+    out = tmp_path_factory.mktemp("bench") / "rows.json"
+    bench.detection.main([*f"--device cpu --height 60 --width 90 --steps 1 --batches 2 --out {out}".split()])
+    return json.loads(out.read_text())["rows"]
+
+
+def test_every_method_is_measured_by_its_parts(bench, rows):
+    assert [(row["model"], row["method"]) for row in rows] == [
+        (model, method) for model in bench.detection.MODELS for method in bench.detection.METHODS
+    ]
+    for row in rows:
+        assert sum(row["parts MiB"].values()) == pytest.approx(row["saved MiB"])
+        assert row["step ms"] > 0
+    assert all(row["memory"] == row["speed"] == 1 for row in rows if row["method"] == "full")
+    assert len(bench.detection.markdown(rows).splitlines()) == 2 + len(rows)
+
+
+@pytest.mark.parametrize(
+    "part, less, more",
+    [
+        ("backbone", "checkpointed backbone", "full"),
+        ("backbone", "exact lean", "full"),
+        ("backbone", "sbp r=0.5", "exact lean"),
+        ("backbone", "sbp r=0.25", "sbp r=0.5"),
+        ("heads", "sbp r=0.5, heads recomputed", "sbp r=0.5"),
+        ("heads", "sbp r=0.5, half of the proposals", "sbp r=0.5"),
+        ("pyramid", "sbp r=0.5, half of the pyramid", "sbp r=0.5"),
+    ],
+)
+def test_methods_save_what_their_names_say(bench, rows, part, less, more):
+    for model in bench.detection.MODELS:
+        sizes = {row["method"]: row["parts MiB"][part] for row in rows if row["model"] == model}
+        assert sizes[less] < 0.99 * sizes[more]
+
+
+def test_a_quarter_of_the_proposals_are_objects(bench):
+    boxes = bench.detection.batch_of(1, 60, 90)[2][0]["boxes"]
+    near = bench.detection.near(boxes)
+    overlap = importlib.import_module("torchvision.ops").box_iou(near, boxes).max(1).values
+    assert len(near) == bench.detection.NEAR
+    assert (overlap > 0.7).all()
+
+
+def test_a_case_that_fails_is_a_row(bench, monkeypatch):
+    def fails(*_: object) -> None:
+        raise RuntimeError("out of memory\nmore of it")
+
+    monkeypatch.setattr(bench.detection, "Case", fails)
+    args = SimpleNamespace(device="cpu", steps=1)
+    assert bench.detection.measure(MODEL, bench.detection.METHODS["full"], args, 1, False) == {"error": "out of memory"}
+
+
+def test_paired_differences_have_an_interval(bench, tmp_path):
+    values = {"full": [50.0, 52, 54], "sbp": [49.0, 51.5, 54.5]}
+    for arm, found in values.items():
+        for seed, value in enumerate(found):
+            folder = tmp_path / f"{arm}_{seed}"
+            folder.mkdir()
+            lines = [
+                {"kind": "train", "step": 1, "memory_mib": 100, "epoch": 3.0},
+                {"kind": "valid", "step": 1, "box_ap": value, "epoch": 3.0},
+            ]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table = bench.paired_runs.table(tmp_path, ["box_ap"]).splitlines()
+    assert table[2] == "| full | 3 | 3 | 52.00 ± 4.97 | 100 |"
+    assert table[3] == "| sbp | 3 | 3 | 51.67 ± 6.84, Δ -0.33 ± 1.90 | 100 |"
+
+
+def test_runs_that_all_failed_are_told(bench, tmp_path):
+    assert "no run in" in bench.paired_runs.table(tmp_path, ["box_ap"])
+
+
+def test_a_zip_becomes_cocos_layout(bench, tmp_path):
+    content = {
+        "images": [{"id": 1, "file_name": "one.png", "height": 20, "width": 30}],
+        "annotations": [
+            {"id": 1, "image_id": 1, "category_id": 1, "bbox": [1, 1, 9, 9], "segmentation": [[1, 1, 9, 1, 9, 9]]}
+        ],
+        "categories": [{"id": 1, "name": "person"}],
+    }
+    with zipfile.ZipFile(tmp_path / "sets.zip", "w") as archive:
+        for part in ("train", "val"):
+            archive.writestr(f"people/instances_{part}.json", json.dumps(content))
+            with archive.open(f"people/{part}/one.png", "w") as file:
+                Image.new("RGB", (30, 20)).save(file, "PNG")
+    bench.detection_data.main([str(tmp_path / "sets.zip"), str(tmp_path / "data")])
+    root = tmp_path / "data" / "people"
+    found = open_coco(root / "annotations" / "instances_val.json", root / "val", True, True)
+    assert found[0][0].size == (30, 20)
+    assert found.images[0]["file_name"] == "one.jpg"

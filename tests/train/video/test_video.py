@@ -1,0 +1,310 @@
+"""The video task: it trains, is killed and resumed, evaluated over views and reported; its data and its models."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torchvision.models.swin_transformer import SwinTransformer
+from torchvision.models.video.swin_transformer import SwinTransformer3d
+
+import torchsbp
+from torchsbp.cli.recipe import parse
+from torchsbp.report import html, read
+from torchsbp.train.distributed import Processes
+from torchsbp.train.loop import Trainer
+from torchsbp.train.video.model import Model, make_model
+
+from ..runs import evaluate, final, lines, same, train
+from .runs import SWIN, TINY, listed, recipe
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("video")
+    assert train([recipe(folder)]) == 0
+    return folder / "run"
+
+
+def trainer_of(folder: Path, **changes) -> Trainer:
+    return Trainer(parse("train", [recipe(folder, **changes)]), Processes(torch.device("cpu")))
+
+
+def test_it_trains_and_logs(whole):
+    found = lines(whole)
+    assert [line["kind"] for line in found] == ["run", "train", "valid", "train", "valid", "end"]
+    assert {"loss", "top1", "top5", "unread", "short"} < set(found[2])
+    assert (found[2]["unread"], found[2]["short"]) == (0, 0)
+    assert found[1]["clips_per_s"] > 0
+
+
+def test_killed_and_resumed_it_ends_the_same(whole, tmp_path, monkeypatch):
+    update = Trainer.update
+
+    def dies(self, batches):
+        if self.progress.step == 3:
+            raise KeyboardInterrupt
+        return update(self, batches)
+
+    monkeypatch.setattr(Trainer, "update", dies)
+    with pytest.raises(KeyboardInterrupt):
+        train([recipe(tmp_path)])
+    monkeypatch.setattr(Trainer, "update", update)
+    assert train([recipe(tmp_path), "--resume=auto"]) == 0
+    assert same(final(whole), final(tmp_path / "run"))
+
+
+def test_it_is_evaluated_and_reported(whole, capsys):
+    assert evaluate([str(whole)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (line,) = [line for line in lines(whole) if line["kind"] == "valid" and line["step"] == found["step"]]
+    assert all(found[name] == line[name] for name in ("loss", "top1", "top5"))
+    page = html([read(whole)], "Motions")
+    for text in ("top-1, %", "Confusion matrix", "anticlockwise", "Frames of a clip", "data:image/png"):
+        assert text in page
+
+
+def test_several_views_are_averaged(whole, capsys):
+    assert evaluate([str(whole), "--task.data.views=[4, 3]", "--task.data.side=40"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0 <= found["top1"] <= 100
+    assert found["loss"] != next(line for line in lines(whole) if line["kind"] == "valid")["loss"]
+
+
+def test_probabilities_of_views(tmp_path):
+    """The mean over views of the softmax, computed by hand for one video."""
+    trainer = trainer_of(tmp_path, task={"data": {"views": [2, 3], "side": 36}})
+    task, model = trainer.task, trainer.model.eval()
+    batch = task.prepare(task.collate([task.valid_data[0, 0], task.valid_data[0, 1]]), training=False)
+    assert batch[0].shape == (2, 6, 3, 8, 32, 32)
+    evaluator = task.evaluator()
+    with torch.no_grad():
+        evaluator.update(model, batch, 1)
+        expected = model(batch[0][0]).softmax(1).mean(0)
+    assert evaluator.result()["loss"] == pytest.approx(-float(expected[batch[1][0, 0]].log()), rel=1e-5)
+    assert float(evaluator.sums[1]) == 1  # the second video only fills the batch
+
+
+def test_two_learning_rates_and_half_an_epoch_of_warm_up(tmp_path):
+    trainer = trainer_of(tmp_path, optimizer={"lr": 1e-2, "weight_decay": 0.1})
+    groups = trainer.learner.optimizer.param_groups
+    assert [(group["initial_lr"], group["weight_decay"]) for group in groups] == [
+        (5e-3, 0.1), (5e-3, 0.0), (1e-2, 0.1), (1e-2, 0.0),
+    ]  # fmt: skip
+    sizes = [sum(its.numel() for its in group["params"]) for group in groups]
+    assert sum(sizes) == sum(its.numel() for its in trainer.model.parameters())
+    tables = [its for name, its in trainer.model.named_parameters() if name.endswith("bias_table")]
+    assert all(any(its is table for its in groups[1]["params"]) for table in tables)
+    schedule = trainer.learner.schedule
+    rates = []
+    for step in range(3):
+        schedule.step_update(step)
+        rates.append(groups[2]["lr"])
+    assert (rates[0], rates[1]) == (0.0, pytest.approx(1e-2))  # one of the two updates of an epoch warms up
+    assert rates[2] < rates[1]
+
+
+@pytest.mark.parametrize("sampler", ["frames", "frames_jitter", "checkerboard", "grid", "random"])
+@pytest.mark.parametrize("scope", ["branch", "block"])
+def test_samplers_and_scopes(tmp_path, sampler, scope):
+    trainer = trainer_of(tmp_path, sbp={"sampler": sampler, "scope": scope})
+    trainer.model.train()
+    loss = trainer.forward(0, trainer.task.prepare(next(trainer.batches()), training=True))["loss"]
+    assert torch.isfinite(loss)
+    kept = torchsbp.kept(trainer.model)
+    assert list(kept) == [f"body.features.{stage}.0" for stage in (0, 2, 4)]  # stages 1, 2 and 2/3 of 3
+    assert kept["body.features.0.0"].shape == (4, 4 * 8 * 8 // 2)
+    if sampler.startswith("frames"):
+        assert all(frame.unique().numel() == 2 for frame in kept["body.features.0.0"] // 64)
+
+
+def test_blocks_of_the_paper():
+    """Stages 1 and 2, the first 4 of 6 blocks of stage 3 (tiny), or 14 of 18 (base)."""
+    for name, third in (("swin3d_t", 4), ("swin3d_b", 14)):
+        from torchvision.models import get_model
+
+        with torch.device("meta"):
+            model = torchsbp.apply(get_model(name), sampler="frames")
+        sampled = [
+            site.name for entry, _ in torchsbp.patching.apply.patched_entries(model) for site in entry.masks.sites
+        ]
+        expected = [f"features.{stage}.{i}" for stage, depth in ((0, 2), (2, 2), (4, third)) for i in range(depth)]
+        assert sampled == expected
+
+
+def test_channels_last_is_of_clips(tmp_path):
+    trainer = trainer_of(tmp_path, channels_last=True)
+    clips, *_ = trainer.task.prepare(next(trainer.batches()), training=True)
+    assert clips.is_contiguous(memory_format=torch.channels_last_3d)
+    assert trainer.model.body.patch_embed.proj.weight.is_contiguous(memory_format=torch.channels_last_3d)
+    assert torch.isfinite(trainer.forward(0, (clips, torch.zeros(4, 1, dtype=torch.long), []))["loss"])
+
+
+VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3}
+VIDEOMAE = {
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "intermediate_size": 48,
+    "patch_size": 8,
+}
+VJEPA = {**VIDEOMAE, "mlp_ratio": 2, "num_pooler_layers": 1}
+MODELS = {
+    "frames of a ViT": ("vit_tiny_patch16_224", VIT, {"sampler": "frames"}),
+    "tokens of a ViT": ("vit_tiny_patch16_224", VIT, {"sampler": "grid", "per_sample": True}),
+    "VideoMAE": ("transformers/VideoMAEForVideoClassification", VIDEOMAE, {"sampler": "frames_jitter"}),
+    "V-JEPA 2, plain": ("transformers/VJEPA2ForVideoClassification", VJEPA, {"preset": "none", "sampler": None}),
+}
+
+
+def recipe_of(folder: Path, model: str, options: dict, sbp: dict) -> str:
+    task = {**TINY["task"], "model": {"name": model, "options": options}}
+    changed = {**TINY, "task": task, "sbp": {**TINY["sbp"], **sbp}, "epochs": 1, "out": str(folder / "run")}
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(changed))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(tmp_path, name):
+    model, options, sbp = MODELS[name]
+    assert train([recipe_of(tmp_path, model, options, sbp)]) == 0
+    assert lines(tmp_path / "run")[2]["loss"] > 0
+
+
+def test_frames_of_a_vit_get_gradients_by_step(tmp_path):
+    """Every frame is seen, half of them get gradients, others in the next step; in evaluation nothing is sampled."""
+    path = recipe_of(tmp_path, "vit_tiny_patch16_224", VIT, {"sampler": "frames"})
+    trainer = Trainer(parse("train", [path]), Processes(torch.device("cpu")))
+    clips = torch.rand(2, 3, 8, 32, 32)
+    touched = []
+    for step in range(8):
+        trainer.task.set_step(trainer.model, step)
+        video = clips.clone().requires_grad_()
+        trainer.model.train()(video).sum().backward()
+        touched.append(tuple((video.grad[0].abs().sum((0, 2, 3)) > 0).tolist()))
+        assert sum(touched[-1]) == 4
+    assert len(set(touched)) > 1
+    torch.testing.assert_close(trainer.model(clips), trainer.model.eval()(clips))
+
+
+def test_lists_of_videos_and_what_cannot_be_read(tmp_path):
+    root = listed(tmp_path / "data")
+    (root / "train 3.npy").write_bytes(b"broken")
+    (root / "val 2.npy").unlink()
+    np.save(root / "train 1.npy", np.load(root / "train 1.npy")[:5])
+    data = {"source": "list", "root": str(root)}
+    assert train([recipe(tmp_path, task={"data": data}, epochs=3, batch=4)]) == 0
+    found = [line for line in lines(tmp_path / "run") if line["kind"] == "valid"][-1]
+    assert (found["unread"], found["short"]) == (2, 1)
+    page = html([read(tmp_path / "run")], "List")
+    for text in (
+        "train 3.npy",
+        "val 2.npy",
+        "train 1.npy: 5 frames, a clip spans 15",
+        "Videos that can&#x27;t be read",
+    ):
+        assert text in page
+    total = page.split("Accuracy by class")[1].split("</table>")[0]
+    assert total.count("<td>0</td>") == 1  # the class of the video that is missing
+
+
+def test_without_any_video_it_says_so(tmp_path, capsys):
+    root = listed(tmp_path / "data")
+    for path in root.glob("train *.npy"):
+        path.write_bytes(b"broken")
+    assert train([recipe(tmp_path, task={"data": {"source": "list", "root": str(root)}})]) == 1
+    assert "10 videos in a row: video" in capsys.readouterr().err
+    for path in root.glob("train *.npy"):
+        path.unlink()
+    assert train([recipe(tmp_path / "b", task={"data": {"source": "list", "root": str(root)}})]) == 1
+    assert "none of the first 8 videos of" in capsys.readouterr().err
+
+
+def epic(root: Path) -> Path:
+    """Two participants, each with one video of two actions, as frames in a folder and as an array."""
+    from PIL import Image
+
+    root.mkdir()
+    for head, names in (("verb", ("take", "put")), ("noun", ("pan", "plate", "knife"))):
+        with (root / f"EPIC_{head}_classes.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([(f"{head}_id", "class_key"), *enumerate(names)])
+    columns = ("uid", "participant_id", "video_id", "start_frame", "stop_frame", "verb_class", "noun_class")
+    rows = []
+    for participant, first in (("P01", 0), ("P26", 100)):
+        folder = root / participant / f"{participant}_01"
+        folder.mkdir(parents=True)
+        for number in range(1, 25):
+            Image.new("RGB", (48, 40), (first + number,) * 3).save(folder / f"frame_{number:010d}.png")
+        rows += [(0, participant, folder.name, 3, 22, 0, 2), (1, participant, folder.name, 20, 40, 1, 0)]
+    with (root / "labels.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([columns, *rows])
+    return root
+
+
+def test_epic_kitchens_has_two_heads(tmp_path):
+    data = {"source": "epic", "root": str(epic(tmp_path / "data")), "train": "labels.csv", "valid": "labels.csv"}
+    assert train([recipe(tmp_path, task={"data": data}, epochs=1, batch=2, micro_batch=2)]) == 0
+    found = lines(tmp_path / "run")
+    assert {"loss", "loss_verb", "loss_noun"} < set(found[1])
+    assert {"loss", "top1", "verb_top1", "noun_top1"} < set(found[2])
+    page = html([read(tmp_path / "run")], "Epic")
+    assert "Verb: Confusion matrix" in page
+    assert "Noun: Confusion matrix" in page
+
+
+def test_actions_of_epic_kitchens_are_stretches(tmp_path):
+    data = {"source": "epic", "root": str(epic(tmp_path / "data")), "train": "labels.csv", "valid": "labels.csv"}
+    task = trainer_of(tmp_path, task={"data": data}, batch=2, micro_batch=2).task
+    clips, target = task.valid_data[0, 0]
+    assert target.labels.tolist() == [0, 2]
+    assert clips[0, 0, :, 16, 16].tolist() == [106 + 2 * i for i in range(8)]  # of frames 3 to 22, in the middle
+    clips, target = task.valid_data[0, 1]
+    assert clips[0, 0, :, 16, 16].tolist() == [120 + 2 * i % 5 for i in range(8)]  # 5 of its frames are there
+    assert [note.kind for note in target.notes] == ["short"]
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        ({"model": {"name": "swin3d_x"}}, "task.model.name swin3d_x"),
+        ({"model": {"name": "transformers/ViTModel"}}, "transformers/VideoMAEForVideoClassification, "),
+        ({"model": {"options": {**SWIN, "wide": 3}}}, "unexpected keyword argument 'wide'"),
+        ({"data": {"side": 16}}, "task.data.side=16 is not allowed; allowed: at least task.data.size=32"),
+        ({"augment": {"scale": [0.9, 0.5]}}, "the first not above the second"),
+        ({"data": {"mean": [0.5]}}, "need one number per channel, 3"),
+    ],
+)
+def test_what_is_not_possible_is_said(tmp_path, capsys, change, text):
+    assert train([recipe(tmp_path, task=change)]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_weights_begin_a_model(whole, tmp_path):
+    """Of ours whole, and without the classifier for other classes."""
+    weights = load_file(whole / "model.safetensors")
+    task = {"model": {"weights": str(whole / "model.safetensors")}}
+    assert same(dict(trainer_of(tmp_path, task=task).model.state_dict()), weights)
+    state = trainer_of(tmp_path, task={"model": {**task["model"], "new_head": True}}).model.state_dict()
+    equal = {name for name in weights if torch.equal(state[name], weights[name])}
+    assert set(weights) - equal == {"head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize("images", [False, True])
+def test_weights_of_torchvision_begin_a_model(tmp_path, images):
+    """Those of its Video Swin as they are; those of its Swin of images see a still clip as they saw the image."""
+    if images:
+        sizes = {"patch_size": [4, 4], "window_size": [4, 4], "stochastic_depth_prob": 0.0, "num_classes": 8}
+        theirs = SwinTransformer(**{**SWIN, **sizes})
+    else:
+        theirs = SwinTransformer3d(**{**SWIN, "patch_size": [2, 4, 4], "stochastic_depth_prob": 0.0, "num_classes": 8})
+    torch.save(theirs.state_dict(), tmp_path / "theirs.pth")
+    config = Model(options=SWIN, weights=tmp_path / "theirs.pth")
+    ours = make_model(config, frames=4, size=128, classes=8, start=True).eval()
+    image = torch.rand(2, 3, 128, 128)  # large enough for whole windows in the last stage
+    clip = image[:, :, None].expand(-1, -1, 4, -1, -1)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(clip), theirs.eval()(image if images else clip))

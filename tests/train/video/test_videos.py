@@ -1,0 +1,138 @@
+"""Video files, folders of pictures and arrays as frames by number."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from torchsbp.errors import DataError, UsageError
+from torchsbp.train.data import videos
+from torchsbp.train.data.videos import decoders, open_video
+
+from .files import picture, write_video
+
+NUMBERS = [0, 5, 3, 30, 31, 39, 12, 12]
+FORMATS = [("a.mp4", "libx264"), ("a.mkv", "libx264"), ("a.webm", "libvpx-vp9"), ("a.avi", "mpeg4")]
+
+
+@pytest.mark.parametrize("name, codec", FORMATS)
+def test_frames_of_a_file_are_found_by_number(tmp_path, name, codec):
+    with open_video(write_video(tmp_path / name, codec=codec), "pyav") as video:
+        assert len(video) == 40
+        assert video.fps == 25
+        frames = video.read(NUMBERS)
+        assert frames.dtype == torch.uint8
+        assert frames.shape == (8, 48, 64, 3)
+        for number, frame in zip(NUMBERS, frames, strict=True):
+            assert float(frame[20:, 20:].float().mean()) == pytest.approx(20 + 4 * number, abs=2)
+        assert torch.equal(video.read(range(40))[torch.tensor(NUMBERS)], frames)
+
+
+@pytest.mark.parametrize("turned", [90, 180, -90])
+def test_frames_are_upright(tmp_path, turned):
+    with open_video(write_video(tmp_path / "a.mp4", frames=3, turned=turned), "pyav") as video:
+        frame = video.read([1])[0].numpy()
+    expected = np.rot90(picture(1), turned // 90)
+    assert frame.shape == expected.shape
+    assert np.abs(frame.astype(int) - expected).mean() < 2
+
+
+def test_torchcodec_gives_the_same_frames(tmp_path):
+    """In a process of its own, to which PyAV lends its FFmpeg: torchcodec needs one, and most machines have none."""
+    script = "; ".join(
+        [
+            "from pathlib import Path",
+            "import torch",
+            "from torchsbp.train.data.videos import decoders, open_video",
+            "assert list(decoders()) == ['torchcodec', 'pyav'], decoders()",
+            f"numbers = {NUMBERS}",
+            f"paths = [Path(its) for its in {[str(path) for path in written(tmp_path)]}]",
+            "times = [0.0, 0.5, 1.01, 0.2, 9.0]",
+            "read = lambda path, how: open_video(path, how).read(numbers)",
+            "at = lambda path, how: open_video(path, how).frames_at(times)",
+            "print([torch.equal(way(path, 'torchcodec'), way(path, 'pyav')) for path in paths for way in (read, at)])",
+        ]
+    )
+    environment = {**os.environ, "LD_LIBRARY_PATH": lent_ffmpeg(tmp_path / "lib")}
+    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    if "assert list(decoders())" in result.stderr:
+        pytest.skip("this torchcodec is made for another FFmpeg or another torch")
+    assert result.stdout.strip() == str([True] * 10), result.stderr
+
+
+def written(folder: Path) -> list[Path]:
+    turned = write_video(folder / "turned.mp4", turned=90)
+    return [turned, *(write_video(folder / name, codec=codec) for name, codec in FORMATS)]
+
+
+def lent_ffmpeg(folder: Path) -> str:
+    """PyAV's libraries by the names that others look for."""
+    spec = find_spec("av")
+    assert spec is not None
+    assert spec.origin is not None
+    own = Path(spec.origin).parents[1] / "av.libs"
+    folder.mkdir()
+    for path in own.glob("lib[as][vw]*.so.*"):
+        name, _, rest = path.name.partition("-")
+        version = rest.partition(".so.")[2].partition(".")[0]
+        (folder / f"{name}.so.{version}").symlink_to(path)
+    return f"{folder}:{own}"
+
+
+def test_pictures_and_arrays(tmp_path):
+    folder = tmp_path / "frames"
+    folder.mkdir()
+    for number in range(12):
+        Image.fromarray(picture(number)).save(folder / f"{number:05d}.png")
+    (folder / "note.txt").write_text("no picture")
+    np.save(tmp_path / "clip.npy", np.stack([picture(number) for number in range(12)]))
+    for path in (folder, tmp_path / "clip.npy"):
+        with open_video(path) as video:
+            assert len(video) == 12
+            assert video.fps is None
+            assert np.array_equal(video.read([11, 0, 0]).numpy(), [picture(11), picture(0), picture(0)])
+
+
+def test_what_cannot_be_read_is_said_with_its_file(tmp_path):
+    broken = tmp_path / "broken.mp4"
+    broken.write_bytes(b"not a video at all")
+    (tmp_path / "empty").mkdir()
+    np.save(tmp_path / "wrong.npy", np.zeros((4, 5, 5), np.uint8))
+    for path, reason in [
+        (broken, "can't be read"),
+        (tmp_path / "missing.mp4", ""),
+        (tmp_path / "empty", "has no frames"),
+        (tmp_path / "wrong.npy", r"holds uint8 \[4, 5, 5\]; allowed: uint8 \[frames, height, width, 3\]"),
+    ]:
+        with pytest.raises(DataError, match=f"video .*{path.name}.*{reason}"):
+            open_video(path)
+
+
+def test_a_file_that_ends_too_soon(tmp_path):
+    path = write_video(tmp_path / "a.mkv")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    with open_video(path, "pyav") as video:
+        assert 0 < len(video) < 40
+        assert len(video.read(range(len(video) - 1))) == len(video) - 1
+
+
+def test_pictures_of_several_sizes_are_refused(tmp_path):
+    for number, size in enumerate([(8, 8), (8, 9)]):
+        Image.new("RGB", size).save(tmp_path / f"{number}.png")
+    with pytest.raises(DataError, match=r"of several sizes: \(8, 8, 3\), \(9, 8, 3\)"):
+        open_video(tmp_path).read([0, 1])
+
+
+def test_a_decoder_that_is_not_there(tmp_path, monkeypatch):
+    path = write_video(tmp_path / "a.mp4", frames=2)
+    with pytest.raises(UsageError, match=f"decoder='other' does not decode here; allowed: {', '.join(decoders())}"):
+        open_video(path, "other")
+    monkeypatch.setattr(videos, "decoders", dict)
+    with pytest.raises(UsageError, match=r"install PyAV: pip install 'torchsbp\[video\]'"):
+        open_video(path)
