@@ -10,12 +10,12 @@ from torchsbp.train.online.evaluation import frame_precisions
 from torchsbp.train.online.segments import OVERLAPS, Found, detect, detection_map, proposals, soft_nms, tiou
 
 
-def test_every_stretch_above_a_threshold_is_proposed_once():
+def test_every_stretch_above_a_threshold_is_proposed_once_by_how_it_stands_out():
     scores = np.array([0.0, 0.35, 0.65, 0.65, 0.35, 0.0, 0.95])
     found = {(its.start, its.end): its.score for its in proposals(scores, 2, fps=2.0)}
     assert found == {
-        (0.5, 2.5): pytest.approx(0.5),  # above 0.1, 0.2 and 0.3
-        (1.0, 2.0): pytest.approx(0.65),
+        (0.5, 2.5): pytest.approx(0.5),  # above 0.1, 0.2 and 0.3; nothing on either side
+        (1.0, 2.0): pytest.approx(0.65 - 0.35),
         (3.0, 3.5): pytest.approx(0.95),
     }
 
@@ -60,7 +60,7 @@ def reference(found: dict, truth: dict, label: int, least: float) -> float:
         for i, (other, segment) in enumerate(annotated):
             if other == video:
                 common = min(its.end, segment.end) - max(its.start, segment.start)
-                union = max(its.end, segment.end) - min(its.start, segment.start)
+                union = (its.end - its.start) + (segment.end - segment.start) - common
                 if common > 0 and common / union >= least:
                     candidates.append((-common / union, i))
         free = [i for _, i in sorted(candidates) if i not in used]

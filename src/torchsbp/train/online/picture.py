@@ -65,5 +65,5 @@ def draw(
     axes.set_title(f"{title}: every frame from what comes before it; detected segments below", fontsize=10)
     axes.grid(alpha=0.3)
     if labels:
-        axes.legend(loc="upper right", fontsize=8, ncols=2)
+        figure.legend(loc="outside lower center", fontsize=9, ncols=ACTIONS, frameon=False)
     figure.savefig(path, dpi=110)

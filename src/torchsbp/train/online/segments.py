@@ -36,13 +36,22 @@ def detect(scores: np.ndarray, fps: float) -> list[Found]:
 
 
 def proposals(scores: np.ndarray, label: int, fps: float) -> list[Found]:
-    """Every stretch of scores above one of the thresholds, once; its score is their mean."""
+    """Every stretch of scores above one of the thresholds, once, if it stands out from what is around it."""
     stretches: set[tuple[int, int]] = set()
     for threshold in THRESHOLDS:
         above = np.concatenate(([False], scores > threshold, [False]))
         edges = np.flatnonzero(above[1:] != above[:-1])
         stretches.update(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-    return [Found(label, begin / fps, end / fps, float(scores[begin:end].mean())) for begin, end in sorted(stretches)]
+    found = [Found(label, begin / fps, end / fps, contrast(scores, begin, end)) for begin, end in sorted(stretches)]
+    return [its for its in found if its.score > 0]
+
+
+def contrast(scores: np.ndarray, begin: int, end: int) -> float:
+    """The mean within a stretch, less that of a quarter of its length on either side: a part of an action, however
+    sure, does not stand out."""
+    margin = max(1, (end - begin) // 4)
+    around = np.concatenate((scores[max(0, begin - margin) : begin], scores[end : end + margin]))
+    return float(scores[begin:end].mean() - (around.mean() if len(around) else 0.0))
 
 
 def soft_nms(found: Sequence[Found]) -> list[Found]:
