@@ -29,7 +29,8 @@ def test_every_adapter_is_listed_with_its_classes(capsys):
     assert lines[0] == "timm"
     assert "torchvision" in lines
     assert "    Block                      lean, else run again" in lines
-    assert "lean: the backward pass is written out for its parts; attention rules: query, qkv, head" in lines
+    rules = "attention rules: query, qkv, of some blocks head, exact"
+    assert f"lean: the backward pass is written out for its parts; {rules}" in lines
     assert "run again: its own forward runs again on kept rows; attention rules: query" in lines
 
 
@@ -75,7 +76,14 @@ def test_an_adapter_of_your_own_is_listed(capsys):
             "eva02_tiny_patch14_224",
             [
                 "eva02_tiny_patch14_224: timm EVA, timm.models.eva.Eva",
-                "  blocks.0 … blocks.3 (4)   EvaBlock  run again, exact",
+                "  blocks.0 … blocks.3 (4)   EvaBlock  lean, exact",
+            ],
+        ),
+        (
+            "beit_base_patch16_224",
+            [
+                "beit_base_patch16_224: timm BEiT, timm.models.beit.Beit",
+                "  blocks.0 … blocks.3 (4)   Block  run again, exact",
             ],
         ),
     ],

@@ -109,7 +109,7 @@ def test_every_number_has_a_range():
         and its.name != "channels"  # a choice of two
     ]  # fmt: skip
     assert lacking == []
-    assert len(RANGED) == 38
+    assert len(RANGED) == 39
 
 
 def with_value(options: Any, its: Field, value: Any) -> Any:

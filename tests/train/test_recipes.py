@@ -189,10 +189,10 @@ def test_print_config_shows_recipe_and_overrides(capsys):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["nothing"], "no recipe 'nothing': neither a file nor one of cifar10, cifar100, digits, folder, imagenet/"),
+        (["nothing"], "no recipe 'nothing': neither a file nor one of cifar10, cifar100, coco/"),
         (["digits", "--epochs=0"], "epochs=0 is not allowed; allowed: an integer at least 1"),
         (["digits", "--batch=33", "--micro_batch=32"], "batch=33 is not a multiple of processes · micro_batch"),
-        (["digits", "--epochs=1"], "schedule.warmup_epochs=1 is not allowed; allowed: an integer in [0, epochs=1)"),
+        (["digits", "--epochs=1"], "schedule.warmup_epochs=1.0 is not allowed; allowed: a number in [0, epochs=1)"),
         (["digits", "--batch=5000"], "1400 training samples are fewer than one batch of 5000"),
         (["digits", "--sbp.keep_ratio=0.5"], "sbp.preset is none (full backprop), but {'keep_ratio': 0.5} is given"),
         (["digits", "--sbp.preset=default", "--sbp.keep_ratio=2"], "keep_ratio must be a number in (0, 1], found 2"),

@@ -102,6 +102,7 @@ def mlp_output(h: Tensor, p: MLPParams, spec: MLPSpec) -> Tensor:
     if spec.inner_norm is not None:
         g = norm(g, p.inner_norm_weight, p.inner_norm_bias, spec.inner_norm, spec.dtype)
     z = linear(g, p.weight2, p.bias2, spec.dtype)
+    del g  # the widest there is: not beside what follows
     return z if p.scale is None else z * p.scale
 
 
@@ -142,7 +143,7 @@ def mlp_backward(
         dg, dw, db = norm_backward(dg, inner, *affine, needs.inner_norm_weight, needs.inner_norm_bias)
         dg = dg.to(h.dtype)
     g, dh = steps.activation(h, dg, spec.act, overwrite, total="mlp_hidden")
-    del h  # the hidden layer is the widest: no more of it at once than needed
+    del h, dg  # the hidden layer is the widest: no more of it at once than needed
     product = weight_gradient(dy.dy, g if inner is None else inner.y, p.weight2, needs.weight2 or needs.scale)
     del g, inner
     return dh @ weight1, MLPProducts(weight_gradient(dh, n.y, p.weight1, needs.weight1), product, dw, db)
