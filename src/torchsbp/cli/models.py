@@ -77,14 +77,11 @@ def list_families(found: list[dict[str, Any]]) -> str:
 
 
 def explain_kinds() -> Iterator[str]:
-    """What each kind means, and the attention rules that its descriptions have, all of them or some."""
+    """What each kind means, and the attention rules that all descriptions of it have."""
     described = [one for adapter in ADAPTERS for its in adapter.blocks.values() for one in several(its)]
     for kind, meaning in {its.kind: its.meaning for its in described}.items():
-        have = [its.rules for its in described if its.kind == kind]
-        every = [rule for rule in RULES if all(rule in rules for rules in have)]
-        some = [rule for rule in RULES if rule not in every and any(rule in rules for rules in have)]
-        further = f", of some blocks {', '.join(some)}" if some else ""
-        yield f"{kind}: {meaning}; attention rules: {', '.join(every)}{further}" if every else f"{kind}: {meaning}"
+        rules = [rule for rule in RULES if all(rule in its.rules for its in described if its.kind == kind)]
+        yield f"{kind}: {meaning}; attention rules of all: {', '.join(rules)}" if rules else f"{kind}: {meaning}"
 
 
 def examine(model: nn.Module) -> dict[str, Any]:
