@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -120,6 +121,7 @@ def _train(arguments: list[str], told: Path, environment: dict[str, str], before
     with told.open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what is begun in the background would not hear it
     torch.set_num_threads(1)
     tqdm.set_lock(threading.RLock())  # one for processes would be missed by the resource tracker after a kill
     os.environ.update(environment)

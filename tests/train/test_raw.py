@@ -152,7 +152,8 @@ def test_a_killed_worker_is_told(tmp_path):
 def test_ctrl_c_while_starting(tmp_path):
     """One line at any moment between our first own line and the loop's; nothing was written."""
     path = recipe(tmp_path)
-    begin = f"import torchsbp.cli.main as m; print('here', flush=True); m.main(['train', {str(path)!r}])"
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # also begun in the background
+    begin = f"{heard}; import torchsbp.cli.main as m; print('here', flush=True); m.main(['train', {str(path)!r}])"
     for seconds in (0.1, 0.3, 0.7, 1.5):
         process = subprocess.Popen(
             [sys.executable, "-c", begin], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
