@@ -8,11 +8,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tqdm import tqdm
 
@@ -128,6 +130,24 @@ def _train(arguments: list[str], told: Path, environment: dict[str, str], before
     if before is not None:
         before()
     sys.exit(train(arguments))
+
+
+@contextmanager
+def stopped_at(step: int) -> Iterator[None]:
+    """Inside, a run ends before the update after so many, as if it was killed, and it must."""
+    from torchsbp.train.loop import Trainer
+
+    update = Trainer.update
+
+    def dies(self: Any, batches: Any) -> Any:
+        if self.progress.step == step:
+            raise KeyboardInterrupt
+        return update(self, batches)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "update", dies)
+        with pytest.raises(KeyboardInterrupt):
+            yield
 
 
 def final(out: Path) -> dict[str, Any]:

@@ -10,10 +10,9 @@ from torchsbp.report import html, read
 from torchsbp.train.data.broken import TITLE, Broken
 from torchsbp.train.data.loader import Readable
 from torchsbp.train.data.samples import Samples, Unread
-from torchsbp.train.loop import Trainer
 
 from .regression import Points
-from .runs import evaluate, final, lines, recipe, run, same, spawn
+from .runs import evaluate, final, lines, recipe, run, same, spawn, stopped_at
 from .test_recipes import picture_folder
 
 BROKEN = ("train/class0/1.jpg", "train/class2/3.jpg", "val/class1/2.jpg")
@@ -75,19 +74,10 @@ def test_with_several_workers_the_run_is_the_same(whole, data, tmp_path):
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_killed_and_resumed_the_run_is_the_same(whole, data, tmp_path, monkeypatch, step):
-    update = Trainer.update
-
-    def dies(self, batches):
-        if self.progress.step == step:
-            raise KeyboardInterrupt
-        return update(self, batches)
-
+def test_killed_and_resumed_the_run_is_the_same(whole, data, tmp_path, step):
     often = {**changes(data, broken=3), "checkpoint": {"every_steps": 1}}
-    monkeypatch.setattr(Trainer, "update", dies)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_at(step):
         run(tmp_path, **often)
-    monkeypatch.setattr(Trainer, "update", update)
     code, out = run(tmp_path, "--resume=auto", **often)
     assert code == 0
     assert same(final(whole), final(out))

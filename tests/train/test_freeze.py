@@ -11,7 +11,7 @@ from torchsbp.train.distributed import Processes
 from torchsbp.train.freeze import freeze
 from torchsbp.train.loop import Trainer
 
-from .runs import final, recipe, run, same
+from .runs import final, recipe, run, same, stopped_at
 
 FROZEN = ("--freeze", '["patch_embed", "blocks.0", "*.bias"]')
 
@@ -64,19 +64,10 @@ def test_what_is_frozen_stays_and_the_rest_is_trained(tmp_path, preset, decay):
     assert all(its.requires_grad for its in grouped)
 
 
-def test_a_run_with_frozen_parameters_resumes_bit_for_bit(tmp_path, monkeypatch):
+def test_a_run_with_frozen_parameters_resumes_bit_for_bit(tmp_path):
     _, whole = run(tmp_path / "whole", *FROZEN)
-    update = Trainer.update
-
-    def dies(self, batches):
-        if self.progress.step == 11:
-            raise KeyboardInterrupt
-        return update(self, batches)
-
-    monkeypatch.setattr(Trainer, "update", dies)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_at(11):
         run(tmp_path / "killed", *FROZEN)
-    monkeypatch.setattr(Trainer, "update", update)
     code, out = run(tmp_path / "killed", *FROZEN, "--resume=auto")
     assert code == 0
     assert same(final(whole), final(out))

@@ -24,7 +24,7 @@ from torchsbp.train.tasks.online_action import (
     train_transform,
 )
 
-from .runs import evaluate, final, lines, same, train
+from .runs import evaluate, final, lines, same, stopped_at, train
 from .test_thumos import layout, targets
 
 SMALL = [
@@ -42,19 +42,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_killed_and_resumed_it_ends_the_same(whole, tmp_path, monkeypatch):
-    update = Trainer.update
-
-    def dies(self, batches):
-        if self.progress.step == 6:
-            raise KeyboardInterrupt
-        return update(self, batches)
-
-    monkeypatch.setattr(Trainer, "update", dies)
+def test_killed_and_resumed_it_ends_the_same(whole, tmp_path):
     options = ["online", *SMALL, f"--out={tmp_path / 'run'}"]
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_at(6):
         train(options)
-    monkeypatch.setattr(Trainer, "update", update)
     assert train([*options, "--resume=auto"]) == 0
     assert same(final(whole), final(tmp_path / "run"))
 

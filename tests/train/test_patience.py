@@ -5,7 +5,7 @@ import pytest
 from torchsbp.train import accuracy
 from torchsbp.train.loop import Trainer
 
-from .runs import final, lines, run, same
+from .runs import final, lines, run, same, stopped_at
 
 LONG = {"epochs": 8, "log": {"every_steps": 10}, "checkpoint": {"every_steps": None}}
 ACCURACY = [10.0, 30.0, 20.0, 30.0, 5.0, 40.0, 41.0, 42.0]
@@ -44,19 +44,10 @@ def test_more_patience_goes_on(tmp_path):
     assert lines(out)[-1]["step"] == 80
 
 
-def test_killed_and_resumed_it_stops_at_the_same_step(tmp_path, monkeypatch):
+def test_killed_and_resumed_it_stops_at_the_same_step(tmp_path):
     _, whole = run(tmp_path / "whole", "--patience=3", **LONG)
-    update = Trainer.update
-
-    def dies(self, batches):
-        if self.progress.step == 43:
-            raise KeyboardInterrupt
-        return update(self, batches)
-
-    monkeypatch.setattr(Trainer, "update", dies)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_at(43):
         run(tmp_path / "killed", "--patience=3", **LONG)
-    monkeypatch.setattr(Trainer, "update", update)
     code, out = run(tmp_path / "killed", "--patience=3", "--resume=auto", **LONG)
     assert code == 0
     assert same(final(whole), final(out))

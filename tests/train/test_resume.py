@@ -15,7 +15,7 @@ from torchsbp.cli.main import INTERRUPTED
 from torchsbp.train.record import WEIGHTS
 
 from .kills import PHASES, ended, killed
-from .runs import ENVIRONMENT, command, final, lines, recipe, run, same
+from .runs import ENVIRONMENT, command, final, lines, recipe, run, same, stopped_at
 
 
 @pytest.fixture(scope="module")
@@ -44,21 +44,10 @@ def test_workers_change_nothing(whole, tmp_path):
 
 
 @pytest.mark.parametrize("step", [3, 10, 13])
-def test_resumed_from_any_checkpoint_it_ends_the_same(whole, tmp_path, step, monkeypatch):
+def test_resumed_from_any_checkpoint_it_ends_the_same(whole, tmp_path, step):
     """Within an epoch, at its end, and while losses were being averaged for the next line of metrics."""
-    from torchsbp.train.loop import Trainer
-
-    update = Trainer.update
-
-    def dies(self, batches):
-        if self.progress.step == step:
-            raise KeyboardInterrupt
-        return update(self, batches)
-
-    monkeypatch.setattr(Trainer, "update", dies)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_at(step):
         run(tmp_path, "--checkpoint.every_steps", "1")
-    monkeypatch.setattr(Trainer, "update", update)
     code, out = run(tmp_path, "--checkpoint.every_steps", "1", "--resume", "auto")
     assert code == 0
     assert same(final(whole), final(out))

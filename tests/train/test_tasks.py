@@ -16,7 +16,7 @@ from torchsbp.train.distributed import Processes
 from torchsbp.train.loop import Trainer
 
 from . import regression
-from .runs import evaluate, final, lines, same, train
+from .runs import evaluate, final, lines, same, stopped_at, train
 
 HERE = Path(__file__).parent
 RECORDED = HERE / "recorded"
@@ -58,19 +58,10 @@ def test_the_best_checkpoint_is_that_of_the_least_error(whole):
     assert best["step"] == min(errors, key=errors.get)
 
 
-def test_killed_while_losses_were_being_averaged_it_ends_the_same(whole, tmp_path, monkeypatch):
-    update = Trainer.update
-
-    def dies(self, batches):
-        if self.progress.step == 5:
-            raise KeyboardInterrupt
-        return update(self, batches)
-
+def test_killed_while_losses_were_being_averaged_it_ends_the_same(whole, tmp_path):
     options = [recipe(tmp_path), "--ema.decay=0.5", "--checkpoint.every_steps=1"]
-    monkeypatch.setattr(Trainer, "update", dies)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_at(5):
         train(options)
-    monkeypatch.setattr(Trainer, "update", update)
     assert train([*options, "--resume=auto"]) == 0
     assert same(final(whole), final(tmp_path / "run"))
     assert without_clock(tmp_path / "run") == without_clock(whole)
