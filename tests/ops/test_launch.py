@@ -1,7 +1,5 @@
 """Kernels are bound once for a kind of arguments, and what Triton compiles for is all in that kind."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ pytest.importorskip("triton")
 class Kernel:
     """Stands in for a compiling JITFunction: says what was bound by name, and what was handed over in order."""
 
-    params = tuple(SimpleNamespace(name=name) for name in ("x", "scale", "count", "eps", "C"))
+    arg_names = ("x", "scale", "count", "eps", "C")
 
     def __init__(self) -> None:
         self.bound, self.direct = [], []

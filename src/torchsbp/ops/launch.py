@@ -57,7 +57,7 @@ def launch(kernel: str, grid: tuple[int, ...], **arguments: Any) -> None:
 
 def kernel_named(name: str, arguments: dict[str, Any]) -> Kernel:
     function = function_named(name)
-    names = [parameter.name for parameter in function.params]
+    names = function.arg_names
     constants = [each for each in arguments if each not in names or each.isupper()]
     varying = tuple(i for i, each in enumerate(names) if not each.isupper())
     return Kernel(function, itemgetter(*names), itemgetter(*constants), varying)
