@@ -2,8 +2,8 @@
 
     python benchmarks/golf_data.py golfdb96_avif.npz data        # data/swings, data/phases
 
-The file is not part of the project: 588 swings of GolfDB, of 72 frames at 30 a second, 96², each an animated AVIF (Pillow
-11.3 reads it), with the frames of 8 events. Out of it come, for the official split (440 to train with, 148 to evaluate with),
+The file is not part of the project: 588 swings of GolfDB, of 72 frames at 30 a second, 96², each an animated AVIF
+(Pillow 11.3 reads it), with the frames of 8 events. For both parts of the official split, 440 and 148 swings, come out
 
     OUT/swings    in THUMOS's layout: after the first event every frame belongs to the action that the last event begins
     OUT/phases    .npy clips and lists: 16 frames, evenly from an event to the next, 7 clips of every swing

@@ -4,9 +4,10 @@
       --arm full --arm "sbp --sbp.preset=default" -- --task.data.root=data/pennfudan
     python benchmarks/paired_runs.py --show runs/penn --metrics box_ap mask_ap
 
-An arm is a name and the options it adds; what stands behind -- is for all. The same seed has the same first weights and
-the same order of images in every arm; every arm has its first seed before one has its second. What has not ended in time
-is stopped and not in the table. NVIDIA's multi-process service, if it is there, lets the processes share the GPU.
+An arm is a name and the options it adds; what stands behind -- is for all. The arm "full" is what the others are
+compared with: the same seed has the same first weights and the same order of samples in every arm. Every arm has its
+first seed before one has its second. What has not ended in time is stopped and not in the table. NVIDIA's multi-process
+service, if it is there, lets the processes share the GPU.
 """
 
 import argparse
@@ -81,24 +82,23 @@ def last_values(folder: Path) -> dict[str, float]:
 
 
 def table(out: Path, metrics: Sequence[str]) -> str:
-    """Every arm's mean and its paired difference from the first one, with a 95 % interval."""
+    """Every arm's mean and its paired difference from that called "full", with a 95 % interval."""
     runs: dict[str, dict[int, dict[str, float]]] = {}
     for path in sorted(out.glob("*_*/metrics.jsonl")):
         arm, _, seed = path.parent.name.rpartition("_")
         values = last_values(path.parent)
-        if all(metric in values for metric in metrics):
+        if values:
             runs.setdefault(arm, {})[int(seed)] = values
     if not runs:
-        return f"no run in {out} has been evaluated: see its log.txt"
-    first = "full" if "full" in runs else next(iter(runs))
+        return f"no run in {out} has ended: see its log.txt"
+    full = runs.get("full", {})
     lines = [f"| arm | seeds | epochs | {' | '.join(metrics)} | MiB |", "|---" * (4 + len(metrics)) + "|"]
-    for arm in sorted(runs, key=lambda name: name != first):
+    for arm in sorted(runs, key=lambda name: name != "full"):
         cells = []
         for metric in metrics:
-            values = {seed: its[metric] for seed, its in runs[arm].items()}
-            others = {seed: its[metric] for seed, its in runs[first].items()}
-            pairs = [values[seed] - others[seed] for seed in values if seed in others]
-            cells.append(f"{mean_of(list(values.values()))}{'' if arm == first else f', Δ {mean_of(pairs)}'}")
+            pairs = [its[metric] - full[seed][metric] for seed, its in runs[arm].items() if seed in full]
+            difference = f", Δ {mean_of(pairs)}" if arm != "full" and pairs else ""
+            cells.append(f"{mean_of([its[metric] for its in runs[arm].values()])}{difference}")
         memory = statistics.mean(its["memory_mib"] for its in runs[arm].values())
         epochs = min(its["epoch"] for its in runs[arm].values())
         lines.append(f"| {arm} | {len(runs[arm])} | {epochs:.0f} | {' | '.join(cells)} | {memory:.0f} |")
