@@ -29,6 +29,6 @@ def constant(make: Callable[..., Made]) -> Callable[..., Made]:
 
 
 @constant
-def numbers(n: int, device: torch.device) -> Tensor:
+def range_of(n: int, device: torch.device) -> Tensor:
     """0 … n − 1."""
     return torch.arange(n, device=device)

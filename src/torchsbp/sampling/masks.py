@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError, UsageTimeError
-from ..ops.constants import constant, numbers
+from ..ops.constants import constant, range_of
 from ..ops.device import device_of
 from ..ops.windows import Windows
 from . import area, samplers, windows
@@ -199,7 +199,7 @@ class Masks:
         else:
             positions, cut = windows.first_in_each(order, partition, ratio)
         if self.prefix:
-            always = numbers(self.prefix, order.device).expand(positions.shape[0], -1)
+            always = range_of(self.prefix, order.device).expand(positions.shape[0], -1)
             positions = torch.cat([always, self.prefix + positions], 1)
         n = self.positions(fine)
         first = _first_rows(forward.batch, n, order.device)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError, UsageTypeError, shown
-from ..ops.constants import constant, numbers
+from ..ops.constants import constant, range_of
 from ..ops.wrap import looks
 
 Shape = tuple[int, ...]
@@ -132,8 +132,8 @@ def balanced(order: Tensor, counts: Sequence[int], samples: int) -> Tensor:
     """
     n = order.shape[1]
     g = math.gcd(n, *counts)
-    start = numbers(samples, order.device) * (n // g) // samples * g
-    return order[:, (start[:, None] + numbers(n, order.device)) % n].flatten(0, 1)
+    start = range_of(samples, order.device) * (n // g) // samples * g
+    return order[:, (start[:, None] + range_of(n, order.device)) % n].flatten(0, 1)
 
 
 def _count(shape: Shape, ratio: float) -> int:
@@ -180,7 +180,7 @@ def _lattice(shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
     a, m = _generators(shape, ratios)
     g = math.gcd(n, *[_count(shape, r) for r in ratios])
     start = key % (n // g) * g
-    turned = (start[:, None] + numbers(n, key.device)) % n
+    turned = (start[:, None] + range_of(n, key.device)) % n
     return _sorted_lattice(shape, tuple(a), m, key.device)[turned]
 
 
