@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError, UsageTimeError
+from ..ops.constants import constant, range_of
 from ..ops.device import device_of
 from ..ops.windows import Windows
 from . import area, samplers, windows
@@ -202,17 +203,16 @@ class Masks:
         if partition is not None:  # windows keep a few positions more or less than the order says: not always the same
             order = samplers.shuffle(order, tuple(counts.values()), key)
         if forward.images is not None:
-            order = area.images_first(order, area.inside(forward.images, fine))
+            order = area.images_first(order, area.outside(forward.images, fine))
         if partition is None:
             positions = samplers.first(order, counts[ratio])
         else:
             positions, cut = windows.first_in_each(order, partition, ratio)
-        positions = self.prefix + positions
         if self.prefix:
-            always = torch.arange(self.prefix, device=order.device).expand(positions.shape[0], -1)
-            positions = torch.cat([always, positions], 1)
+            always = range_of(self.prefix, order.device).expand(positions.shape[0], -1)
+            positions = torch.cat([always, self.prefix + positions], 1)
         n = self.positions(fine)
-        first = torch.arange(forward.batch, device=order.device)[:, None] * n
+        first = _first_rows(forward.batch, n, order.device)
         each = [(first + its).flatten() for its in positions.chunk(sites)]
         return [Kept(rows, device_of(rows).inverse(rows, forward.batch * n), None, cut) for rows in each]
 
@@ -263,6 +263,12 @@ class Masks:
         if rows is None:
             return torch.arange(n, device=device).repeat(batch, 1)
         return (rows.view(batch, -1) % n).sort(dim=1).values  # rows of windows come window after window
+
+
+@constant
+def _first_rows(samples: int, n: int, device: torch.device) -> Tensor:
+    """Of samples of n rows each, ``[samples, 1]``."""
+    return torch.arange(samples, device=device)[:, None] * n
 
 
 def _rank() -> int:
