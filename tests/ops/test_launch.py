@@ -27,10 +27,10 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch):
-    from torchsbp.ops import kernels
+    from torchsbp.ops import row_kernels
 
     kernel = Kernel()
-    monkeypatch.setattr(kernels, "take", kernel)
+    monkeypatch.setattr(row_kernels, "take", kernel)
     monkeypatch.setattr(module, "_KERNELS", {})
     monkeypatch.setattr(module, "_COMPILED", {})
     return kernel
@@ -70,9 +70,10 @@ def test_another_kind_is_bound_anew(kernel, other):
 def test_constants_of_kernels_are_in_capitals():
     """``launch`` tells them by that."""
     triton = pytest.importorskip("triton")
-    from torchsbp.ops import kernels
+    from torchsbp.ops import kernels, row_kernels, window_kernels
 
-    found = [value for value in vars(kernels).values() if isinstance(value, triton.runtime.KernelInterface)]
+    names = {**vars(kernels), **vars(row_kernels), **vars(window_kernels)}
+    found = [value for value in names.values() if isinstance(value, triton.runtime.KernelInterface)]
     assert found
     parameters = [parameter for function in found for parameter in getattr(function, "params", ())]
     assert all(parameter.is_constexpr == parameter.name.isupper() for parameter in parameters)

@@ -1,4 +1,4 @@
-"""launch: a kernel of ``kernels.py`` or ``window_kernels.py`` by name, bound once for every kind of arguments.
+"""launch: a kernel of ``kernels.py``, ``row_kernels.py`` or ``window_kernels.py``, bound once for a kind of arguments.
 
 Triton binds, specialises and looks up its kernel in every launch: 20 to 80 µs of the CPU's time on an H200's machine,
 more than many of these kernels run. One that is compiled already for such arguments is with the driver in less than 10;
@@ -64,6 +64,6 @@ def kernel_named(name: str, arguments: dict[str, Any]) -> Kernel:
 
 
 def function_named(kernel: str) -> Any:
-    from . import kernels, window_kernels
+    from . import kernels, row_kernels, window_kernels
 
-    return getattr(window_kernels if kernel.startswith("window") else kernels, kernel)
+    return next(getattr(file, kernel) for file in (kernels, row_kernels, window_kernels) if hasattr(file, kernel))
