@@ -36,7 +36,6 @@ from .layers import (
     Grad,
     Normed,
     autocast_dtype,
-    last_layer_gradients,
     linear,
     norm,
     parameter_gradients,
@@ -229,13 +228,10 @@ def attention_input_backward(
     return dx, products
 
 
-def attention_gradients(
-    products: AttentionProducts, totals: dict[str, Tensor], p: AttentionParams, needs: Needs
-) -> AttentionParams:
+def attention_gradients(products: AttentionProducts, totals: dict[str, Tensor], p: AttentionParams) -> AttentionParams:
     """The parameters' gradients, before their precision and scale."""
-    last = last_layer_gradients(
-        products.last, totals["attention_output"], p.proj_weight, p.proj_bias, p.scale, needs.proj_weight, needs.scale
-    )
+    device, total = device_of(p.proj_weight), totals["attention_output"]
+    last = device.last_layer(products.last, total, p.proj_weight, p.proj_bias, p.scale)
     return AttentionParams(
         norm_weight=totals["attention_norm_weight"],
         norm_bias=totals["attention_norm_bias"],
@@ -314,7 +310,7 @@ class _AttentionBranch(torch.autograd.Function):
             steps, kept_dy, saved, cast_weights, kept_p, kept_spec, needs,
             kept=None, base=dy, scope=ctx.options.scope, dtype=ctx.dtype,
         )  # fmt: skip
-        grads = attention_gradients(products, steps.totals(), kept_p, needs)
+        grads = attention_gradients(products, steps.totals(), kept_p)
         if heads is not None:
             grads = scatter_heads(grads, p, spec, heads)
         return *AttentionInputs(dx.view(shape)), *parameter_gradients(grads, p, needs, ctx.options.weight_scale)

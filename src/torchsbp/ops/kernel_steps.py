@@ -13,7 +13,7 @@ from torch import Tensor
 from . import rows as R
 from .activations import GATED, activation_named
 from .launch import launch
-from .layers import Grad, Normed
+from .layers import Grad, LastLayer, Normed
 from .steps import Affine, Cotangent, Steps
 
 PROGRAMS_PER_PROCESSOR = 4
@@ -88,6 +88,20 @@ def keep_rows(
         **tile(max(C, width), 1024),
     )  # fmt: skip
     return kept_x, kept_o, kept_lse
+
+
+def scaled_last_layer(
+    launch: Launch, product: Tensor, total: Tensor, weight: Tensor, bias: Grad, scale: Tensor
+) -> LastLayer:
+    """``layers.last_layer_gradients`` where there is a scale; the product becomes the weight's gradient."""
+    rows, width = product.shape
+    dbias, dscale = torch.empty_like(scale), torch.empty_like(scale)
+    launch(
+        "last_layer", (rows,),
+        product=product, total=total, weight=weight.contiguous(), bias=bias, scale=scale, dbias=dbias, dscale=dscale,
+        WIDTH=width, HAS_BIAS=bias is not None, BLOCK=min(1024, 1 << (width - 1).bit_length()), num_warps=4,
+    )  # fmt: skip
+    return LastLayer(product, dbias, dscale)
 
 
 def given_inverse(rows: R.Rows, inverse: Grad, size: int) -> Grad:
