@@ -15,6 +15,7 @@ from ..ops.device import device_of
 from ..ops.windows import Windows
 from . import area, samplers, windows
 from .area import Images
+from .captures import Captures
 from .windows import Grid, Partition
 
 
@@ -99,6 +100,7 @@ class Masks:
         self.images: Images | None = None  # of the next forward
         self.pending: Forward | None = None  # masks are not drawn yet
         self.drawn: Drawn | None = None  # in the last forward
+        self.captures = Captures()
         self.calls: deque[Call] = deque(maxlen=256)  # of one model before a backward: Siamese use, many crops
 
     def begin(self, batch: int, grid: Grid, step: Tensor) -> None:
@@ -135,9 +137,17 @@ class Masks:
                 "keep_ratio is a schedule over training: call torchsbp.set_step(model, step) before each step"
             )
         self.drawn = None  # an error below leaves no rows of another grid behind
-        self.drawn = self._draw(self.pending)
+        self.drawn = self._replayed(self.pending)
         self.pending.step.add_(1)
         self.pending = None
+
+    def _replayed(self, forward: Forward) -> Drawn:
+        """Drawn; by a graph where a sampler of ours draws what the step counter alone decides about."""
+        if callable(self.sampler) or forward.images is not None or torch.compiler.is_compiling():
+            return self._draw(forward)
+        return self.captures.drawn(
+            lambda: self._draw(forward), forward.step, (forward.batch, forward.grids, forward.ratios)
+        )
 
     def _draw(self, forward: Forward) -> Drawn:
         assert forward.ratios is not None
