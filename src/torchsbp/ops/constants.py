@@ -3,7 +3,8 @@
 On a GPU it takes the CPU longer to launch the small kernels that draw a mask than they run.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 Made = TypeVar("Made")
+_used: list[Any] = []
+_noting = False
 
 
 def constant(make: Callable[..., Made]) -> Callable[..., Made]:
@@ -23,9 +26,24 @@ def constant(make: Callable[..., Made]) -> Callable[..., Made]:
     def made(*args: Any) -> Made:
         if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
             return make(*args)
-        return kept(*args)
+        found = kept(*args)
+        if _noting:
+            _used.append(found)
+        return found
 
     return made
+
+
+@contextmanager
+def noted() -> Iterator[list[Any]]:
+    """What is used inside. A CUDA graph reads constants where they lay when it was captured: it has to hold them, or
+    another tensor may come to lie there when they are kept no longer."""
+    global _used, _noting
+    before, _used, _noting = (_used, _noting), [], True
+    try:
+        yield _used
+    finally:
+        _used, _noting = before
 
 
 @constant
