@@ -1,7 +1,7 @@
 """Memory and speed of detectors at 800 × 1333 pixels: Mask R-CNN with ConvNeXt-T, Cascade Mask R-CNN with ConvNeXt-B.
 
     python benchmarks/detection.py --out benchmarks/results/detection.json            # on a GPU: the docs' tables
-    python benchmarks/detection.py --modes eager compiled --batches 2 --jobs 12       # prepared together, timed one by one
+    python benchmarks/detection.py --modes eager compiled --batches 2 --jobs 12  # prepared together, timed in turn
     python benchmarks/detection.py --device cpu --height 96 --width 128 --batches 1 --methods full "sbp r=0.5"
     python benchmarks/detection.py --show benchmarks/results/detection.json
 
