@@ -41,7 +41,7 @@ pretrain() {  # as a classifier of ten kinds of things, 4000 images
 
 runs() {
   local weights=$1 out=$2 work; work=$(mktemp -d); mkdir -p "$out"
-  python -c "$halves" "$weights" "$work/pretrained.safetensors"
+  python -c "$halves" "$weights" "$work/pretrained.safetensors" || exit 1
   python benchmarks/paired_runs.py penn_fudan --out "$work/runs" --seeds "${SEEDS:-5}" --limit "${LIMIT:-300}" --arm full \
     --arm "sbp --sbp.preset=default --sbp.per_sample=true --sbp.exact_downsampling=true ${SBP:-}" -- \
     --task.data.root="$data/pennfudan" --task.model.weights="$work/pretrained.safetensors" ${MORE:-} 2>&1 | tee "$out/table.txt"
@@ -50,7 +50,7 @@ runs() {
   for arm in full sbp; do
     python -m torchsbp predict "$work/runs/${arm}_0" $images --out "$work/pictures_$arm" --device "${DEVICE:-cuda}" > /dev/null
   done
-  rm -f "$work"/runs/*/*.safetensors "$work"/runs/*/*.pt
+  find "$work/runs" \( -name "*.pt" -o -name "*.safetensors" \) -delete  # each run of tens of MB
   tar -czf "$out/runs.tar.gz" -C "$work" runs
   tar -czf "$out/pictures.tar.gz" -C "$work" pictures_full pictures_sbp
   rm -rf "$work"

@@ -113,22 +113,26 @@ def test_a_whole_step_as_a_cuda_graph(name):
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("options", [{}, {"per_sample": True, "sampler": "random"}, {"per_block": True}], ids=str)
 @pytest.mark.parametrize("name", ["vit", "convnext", "swin"])
-def test_masks_are_drawn_as_one_launch(name, options):
+def test_masks_are_drawn_as_one_launch(name, options, padded):
     """From the second forward on a graph draws them: the same masks, also while an earlier backward has not come."""
     _, model, x = pair(name, keep_ratio=0.5, **options)
+    height, width = x.shape[-2:]
     plain = copy.deepcopy(model)
     captures = entry_of(model).sbp.masks.captures
-    entry_of(plain).sbp.masks.captures.drawn = lambda draw, step, depends: draw()
+    entry_of(plain).sbp.masks.captures.drawn = lambda draw, sizes, step, depends: draw(sizes)
     losses, expected = [], []
-    for _ in range(4):
+    for i in range(4):
+        for its in (model, plain) if padded else ():
+            torchsbp.set_sizes(its, [(height - 4 * i, width)] * len(x), (height, width))
         losses.append(model(x).square().sum())
         expected.append(plain(x).square().sum())
         found = torchsbp.kept(model), torchsbp.kept(plain)
         assert all(torch.equal(found[0][site], found[1][site]) for site in found[0])
-    ((graph, _),) = captures.graphs.values()
-    assert isinstance(graph, torch.cuda.CUDAGraph)
+    (captured,) = captures.graphs.values()
+    assert isinstance(captured.graph, torch.cuda.CUDAGraph)
     sum(losses).backward()
     sum(expected).backward()
     assert_gradients(gradients_of(model), gradients_of(plain), rtol=1e-6)

@@ -80,8 +80,8 @@ def test_a_case_that_fails_is_a_row(bench, monkeypatch):
         raise RuntimeError("out of memory\nmore of it")
 
     monkeypatch.setattr(bench.detection, "Case", fails)
-    args = SimpleNamespace(device="cpu", steps=1)
-    assert bench.detection.measure(MODEL, bench.detection.METHODS["full"], args, 1, False) == {"error": "out of memory"}
+    setting = bench.detection.Setting(MODEL, 1, "eager", "full", 60, 90, "cpu", 0, 1)
+    assert bench.detection.alone(setting) == {"error": "out of memory"}
 
 
 def test_a_zip_becomes_cocos_layout(bench, tmp_path):

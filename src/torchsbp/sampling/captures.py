@@ -1,7 +1,8 @@
 """Drawing as one launch: what a GPU draws time and again is captured in a CUDA graph and replayed.
 
 Masks are many small kernels, 70 for a ViT and 370 for a Swin: more of the CPU's time than of the GPU's. They are a
-function of the step counter on the device, so a replay draws those of the next step.
+function of the step counter on the device, and of the images' sizes, which are copied to where a graph reads them. So a
+replay draws those of the next step.
 """
 
 from collections import OrderedDict
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from ..ops.constants import holding
 
 Drawn = TypeVar("Drawn")
 HELD = 32
@@ -30,12 +33,14 @@ class Part(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A tree whose tensors are bytes, one behind the other: ``parts`` has a place for each, ``leaves`` what is none."""
+    """A tree whose tensors are bytes, one behind the other: ``parts`` has a place for each, ``leaves`` what is none.
+    ``constants`` are held."""
 
     content: Tensor
     parts: list[Part | None]
     leaves: list[Any]
     spec: Any
+    constants: list[Any]
 
     def copy(self) -> Any:
         """The tree, with tensors of its own: what is packed may change afterwards."""
@@ -47,10 +52,10 @@ class Packed(NamedTuple):
         return tree_unflatten(leaves, self.spec)
 
 
-def pack(tree: Any, other: Any, device: torch.device) -> Packed:
-    """Tensors that another tree has too never change: they stay as they are. What is there twice is packed once."""
+def pack(tree: Any, constants: list[Any], device: torch.device) -> Packed:
+    """Constants stay as they are. What is there twice is packed once."""
     leaves, spec = tree_flatten(tree)
-    constant = {id(leaf) for leaf in tree_leaves(other)}
+    constant = {id(leaf) for leaf in tree_leaves(constants)}
     packed: dict[int, tuple[Tensor, Part]] = {}
     end = 0
     for leaf in leaves:
@@ -63,7 +68,21 @@ def pack(tree: Any, other: Any, device: torch.device) -> Packed:
         content[part.begin : part.end].view(part.dtype).view(part.shape).copy_(leaf)
     parts = [packed[id(leaf)][1] if id(leaf) in packed else None for leaf in leaves]
     rest = [leaf if part is None else None for leaf, part in zip(leaves, parts, strict=True)]
-    return Packed(content, parts, rest, spec)
+    return Packed(content, parts, rest, spec, constants)
+
+
+class Captured(NamedTuple):
+    """A graph, what it draws, and where it reads the images' sizes."""
+
+    graph: torch.cuda.CUDAGraph
+    packed: Packed
+    sizes: Tensor | None
+
+    def drawn(self, sizes: Tensor | None) -> Any:
+        if self.sizes is not None:
+            self.sizes.copy_(sizes)
+        self.graph.replay()
+        return self.packed.copy()
 
 
 class Captures:
@@ -71,39 +90,42 @@ class Captures:
     copy of a model has its own."""
 
     def __init__(self) -> None:
-        self.graphs: OrderedDict[Hashable, tuple[torch.cuda.CUDAGraph, Packed] | None] = OrderedDict()
+        self.graphs: OrderedDict[Hashable, Captured | None] = OrderedDict()
         self.pool: Any = None
 
     def __reduce__(self) -> Any:
         return Captures, ()
 
-    def drawn(self, draw: Callable[[], Drawn], step: Tensor, depends: Hashable) -> Drawn:
-        """What ``draw`` gives; it reads the step counter and nothing else that changes."""
+    def drawn(
+        self, draw: Callable[[Tensor | None], Drawn], sizes: Tensor | None, step: Tensor, depends: Hashable
+    ) -> Drawn:
+        """What ``draw`` gives for these sizes; it reads them, the step counter, and nothing else that changes."""
         if not step.is_cuda or _get_current_dispatch_mode() is not None or torch.cuda.is_current_stream_capturing():
-            return draw()
+            return draw(sizes)
         stream = torch.cuda.current_stream(step.device)
         key = (step.data_ptr(), step.device, stream.cuda_stream, depends)
         if key not in self.graphs:
             self.graphs[key] = None
             if len(self.graphs) > HELD:
                 self.graphs.popitem(last=False)
-            return draw()
+            return draw(sizes)
         self.graphs.move_to_end(key)
-        captured = self.graphs[key] = self.graphs[key] or self.capture(draw, stream)
-        graph, packed = captured
-        graph.replay()
-        return packed.copy()
+        captured = self.graphs[key] = self.graphs[key] or self.capture(draw, sizes, stream)
+        return captured.drawn(sizes)
 
-    def capture(self, draw: Callable[[], Any], stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, Packed]:
+    def capture(
+        self, draw: Callable[[Tensor | None], Any], sizes: Tensor | None, stream: torch.cuda.Stream
+    ) -> Captured:
         """All graphs share memory: what one has drawn is copied before another runs."""
         self.pool = self.pool or torch.cuda.graph_pool_handle()
-        graph, aside, other = torch.cuda.CUDAGraph(), torch.cuda.Stream(stream.device), draw()
+        own = None if sizes is None else sizes.clone()
+        graph, aside = torch.cuda.CUDAGraph(), torch.cuda.Stream(stream.device)
         aside.wait_stream(stream)
-        with torch.cuda.stream(aside):
+        with torch.cuda.stream(aside), holding() as constants:
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
-                packed = pack(draw(), other, stream.device)
+                packed = pack(draw(own), constants, stream.device)
             finally:
                 graph.capture_end()
         stream.wait_stream(aside)
-        return graph, packed
+        return Captured(graph, packed, own)

@@ -142,12 +142,15 @@ class Masks:
         self.pending = None
 
     def _replayed(self, forward: Forward) -> Drawn:
-        """Drawn; by a graph where a sampler of ours draws what the step counter alone decides about."""
-        if callable(self.sampler) or forward.images is not None or torch.compiler.is_compiling():
+        """Drawn; by a graph where the sampler is ours."""
+        if callable(self.sampler) or torch.compiler.is_compiling():
             return self._draw(forward)
-        return self.captures.drawn(
-            lambda: self._draw(forward), forward.step, (forward.batch, forward.grids, forward.ratios)
-        )
+        sizes, padded = forward.images or (None, None)
+
+        def draw(sizes: Tensor | None) -> Drawn:
+            return self._draw(forward._replace(images=None if sizes is None else Images(sizes, padded)))
+
+        return self.captures.drawn(draw, sizes, forward.step, (forward.batch, forward.grids, forward.ratios, padded))
 
     def _draw(self, forward: Forward) -> Drawn:
         assert forward.ratios is not None
