@@ -76,7 +76,8 @@ class _Downsample(torch.autograd.Function):
         (x, rows, spec, options), p = split(flat, DownsampleInputs, DownsampleParams)
         channels_last = x.permute(0, 2, 3, 1)
         n = norm(channels_last, p.norm_weight, p.norm_bias, spec.norm).permute(0, 3, 1, 2)
-        y = F.conv2d(cast(n, spec.dtype), *device_of(x).cast(spec.dtype, p.weight, p.bias), spec.stride)
+        weight, bias = device_of(x).cast(spec.dtype, p.weight, p.bias)
+        y = F.conv2d(cast(n, spec.dtype), weight, bias, spec.stride)
         if rows is None:
             rows = torch.arange(y.shape[0] * y.shape[2] * y.shape[3], device=x.device)
         inputs = patch_rows(rows, channels_last.shape[:3], p.weight.shape[2:], spec.stride)

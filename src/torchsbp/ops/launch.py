@@ -5,20 +5,24 @@ more than many of these kernels run. One that is compiled already for such argum
 it is given addresses, as of every tensor Triton would ask the driver for its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 
+Taken = Callable[[dict[str, Any]], tuple[Any, ...]]
+
 
 class Kernel(NamedTuple):
-    """The function, what takes its arguments in order, and all constants, from their names; where the rest is."""
+    """The function; what takes all its arguments in order, the constants, and the integers; where the tensors are."""
 
     function: Any
-    ordered: Callable[[dict[str, Any]], Any]
-    constants: Callable[[dict[str, Any]], Any]
-    varying: tuple[int, ...]
+    ordered: Taken
+    constants: Taken
+    integers: Taken
+    tensors: tuple[int, ...]
 
 
 _KERNELS: dict[str, Kernel] = {}
@@ -34,18 +38,20 @@ def launch(kernel: str, grid: tuple[int, ...], **arguments: Any) -> None:
         return
     if kernel not in _KERNELS:
         _KERNELS[kernel] = kernel_named(kernel, arguments)
-    function, ordered, constants, varying = _KERNELS[kernel]
-    given, kinds, device = list(ordered(arguments)), [], -1
-    for i in varying:
-        value = given[i]
-        if isinstance(value, int):
-            kinds.append((value == 1, value % 16 == 0, value.bit_length() > 31))
-        elif value is None or isinstance(value, float):
-            kinds.append(type(value))
+    function, ordered, constants, integers, tensors = _KERNELS[kernel]
+    kinds: list[torch.dtype | None] = []
+    given, bits = list(ordered(arguments)), 0
+    device = given[tensors[0]].get_device()
+    for i in tensors:
+        tensor = given[i]
+        if tensor is None:
+            kinds.append(None)
         else:
-            given[i], device = value.data_ptr(), value.get_device()
-            kinds.append((value.dtype, given[i] % 16 == 0))
-    key = (kernel, device, constants(arguments), *kinds)
+            kinds.append(tensor.dtype)
+            given[i] = address = tensor.data_ptr()
+            bits |= address
+    aligned = bits % 16 == 0 or tuple([given[i] is None or given[i] % 16 == 0 for i in tensors])
+    key = (kernel, device, aligned, constants(arguments), *kinds, *map(kind, integers(arguments)))
     compiled = _COMPILED.get(key)
     if compiled is not None:
         compiled[(*grid, 1, 1)[:3]](*given)
@@ -58,9 +64,22 @@ def launch(kernel: str, grid: tuple[int, ...], **arguments: Any) -> None:
 def kernel_named(name: str, arguments: dict[str, Any]) -> Kernel:
     function = function_named(name)
     names = function.arg_names
-    constants = [each for each in arguments if each not in names or each.isupper()]
-    varying = tuple(i for i, each in enumerate(names) if not each.isupper())
-    return Kernel(function, itemgetter(*names), itemgetter(*constants), varying)
+    varying = [each for each in names if not each.isupper()]
+    integers = [each for each in varying if isinstance(arguments[each], int)]
+    tensors = [i for i, each in enumerate(names) if each in varying and not isinstance(arguments[each], (int, float))]
+    constants = [each for each in arguments if each not in varying]
+    return Kernel(function, taker(names), taker(constants), taker(integers), tuple(tensors))
+
+
+def taker(names: Sequence[str]) -> Taken:
+    """Of the values of these names, of which there may be one or none."""
+    return itemgetter(*names) if len(names) > 1 else lambda arguments: tuple(arguments[name] for name in names)
+
+
+@lru_cache(4096)
+def kind(value: int) -> tuple[bool, ...]:
+    """What of an integer Triton compiles for: whether it is 1, its divisibility by 16, its type."""
+    return value == 1, value % 16 == 0, value.bit_length() > 31
 
 
 def function_named(kernel: str) -> Any:
