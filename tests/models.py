@@ -296,19 +296,27 @@ POINTWISE = {
     "convnext patches of 2": pointwise("convnext_tiny", patch_size=2),
 }
 
+
+class OwnNorm(nn.LayerNorm):
+    """One that no description knows: blocks with it run again."""
+
+
 SWIN = {"depths": (2, 2), "num_heads": (2, 3), "embed_dim": 12}
 
 
 def timm_swin(cls: type, size: tuple[int, int] = (64, 64), **options: Any) -> Tiny:
     sizes = SWIN | {"img_size": 64, "patch_size": 4, "window_size": 4, "drop_path_rate": 0.0, "num_classes": 5}
-    return Tiny(partial(cls, **sizes | options), "windows", (3, *size))
+    # Cosines are multiplied by their scale before their sum, not behind it.
+    same_bits = cls is SwinTransformer or "norm_layer" in options
+    return Tiny(partial(cls, **sizes | options), "windows", (3, *size), same_bits=same_bits)
 
 
 def torchvision_swin(window: tuple[int, ...], size: tuple[int, ...] = (64, 64), **options: Any) -> Tiny:
     cls = SwinTransformer3d if len(window) == 3 else vision.SwinTransformer
     sizes = {"patch_size": [2, 4, 4][-len(window) :], "window_size": list(window), "num_classes": 5}
     build = partial(cls, **SWIN | sizes | {"stochastic_depth_prob": 0.0} | options)
-    return Tiny(build, "windows", (3, *size), drop_path="stochastic_depth_prob")
+    same_bits = "block" not in options or "norm_layer" in options
+    return Tiny(build, "windows", (3, *size), drop_path="stochastic_depth_prob", same_bits=same_bits)
 
 
 def transformers_swin(name: str, size: tuple[int, int] = (64, 64), **options: Any) -> Tiny:
@@ -320,27 +328,34 @@ def transformers_swin(name: str, size: tuple[int, int] = (64, 64), **options: An
 
 
 V2 = {"block": vision.SwinTransformerBlockV2, "downsample_layer": vision.PatchMergingV2}
+OWN = {"norm_layer": OwnNorm}
 FREE = {"strict_img_size": False, "always_partition": True}
 WINDOWS = {
     "swin": timm_swin(SwinTransformer),
     "swin, padded": timm_swin(SwinTransformer, (36, 52), window_size=5, **FREE),
     "swin, window of the grid": timm_swin(SwinTransformer, (32, 32), window_size=8, img_size=32),
+    "swin, own norm": timm_swin(SwinTransformer, **OWN),
     "swin v2": timm_swin(SwinTransformerV2),
     "swin v2, padded": timm_swin(SwinTransformerV2, (36, 52), window_size=(5, 3), **FREE),
+    "swin v2, own norm": timm_swin(SwinTransformerV2, (36, 52), window_size=(5, 3), **OWN, **FREE),
     "swin CR": timm_swin(SwinTransformerV2Cr, init_values=0.5),
     "swin CR, padded, norms": timm_swin(
         SwinTransformerV2Cr, (36, 52), window_size=(3, 5), extra_norm_stage=True, init_values=None, **FREE
     ),
+    "swin CR, own norm": timm_swin(SwinTransformerV2Cr, extra_norm_stage=True, init_values=0.5, **OWN),
     "torchvision swin": torchvision_swin((4, 4)),
     "torchvision swin, padded": torchvision_swin((5, 5), (36, 52)),
     "torchvision swin v2": torchvision_swin((4, 4), **V2),
     "torchvision swin v2, padded": torchvision_swin((5, 3), (36, 20), **V2),
+    "torchvision swin v2, own norm": torchvision_swin((4, 4), **V2, **OWN),
     "video swin": torchvision_swin((2, 4, 4), (8, 32, 32)),
     "video swin, padded": torchvision_swin((4, 3, 5), (10, 36, 28)),
+    "video swin, own norm": torchvision_swin((4, 3, 5), (10, 36, 28), **OWN),
     "transformers swin": transformers_swin("Swin"),
     "transformers swin, padded": transformers_swin("Swin", (36, 52), window_size=3),
     "transformers swin v2": transformers_swin("Swinv2"),
     "transformers swin v2, padded": transformers_swin("Swinv2", (36, 52), window_size=3),
+    "transformers swin v2, own activation": transformers_swin("Swinv2", hidden_act="mish"),
 }
 
 TRANSFORMERS_POINTWISE = {

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from . import windowed as W
 from .base import Adapter, Plain
 from .layouts import Grid, Layout, Shrink, Stage, channels_last_grid, early_stages, halved, member_names
-from .lean import LINEARS, ConvBlock, Downsample, RotaryBlock, TransformerBlock
+from .lean import LINEARS, ConvBlock, Downsample, RotaryBlock, TransformerBlock, post_norms
 from .names import find
 from .rerun import Mixer, Patches, PointwiseBlock, Residual
 from .windowed import InWindows, WindowBlock, Windowed
@@ -91,6 +91,7 @@ MLPS: tuple[dict[str, Any], ...] = (
 )
 """The classes of MLPs, and what is otherwise in them."""
 DROPOUTS = ("attn.attn_drop", "attn.proj_drop", "mlp.drop1", "mlp.drop2")
+QKV_BIAS = ("attn.q_bias", "attn.k_bias", "attn.v_bias")
 NOT_IN_ATTENTION = ("attn.norm", "attn.gate", "mlp.gate_last")
 
 
@@ -127,7 +128,7 @@ EVA = Adapter(
         "timm.models.eva.EvaBlock": (
             *lean(
                 RotaryBlock(scale1="gamma_1", scale2="gamma_2"),
-                {"attn": EVA_ATTENTION, "qkv_bias": ("attn.q_bias", "attn.k_bias", "attn.v_bias")},
+                {"attn": EVA_ATTENTION, "qkv_bias": QKV_BIAS},
                 {"attn": EVA_ATTENTION, "qkv": ("attn.q_proj", "attn.k_proj", "attn.v_proj")},
             ),
             PRE_NORM,
@@ -222,6 +223,7 @@ def swin(
     )
 
 
+COSINE_BLOCK = WindowBlock(idle=(*DROPOUTS, "mlp.norm"), logit_scale="attn.logit_scale", **post_norms())
 LAYERS = Layout("", grid=channels_last_grid, stages=partial(stages, "layers", halved))
 
 SWIN = swin(
@@ -230,12 +232,15 @@ SWIN = swin(
 )
 SWIN_V2 = swin(
     *("timm Swin v2", "swin_transformer_v2", "SwinTransformerV2", "SwinTransformerV2Block"),
-    *(LAYERS, "WindowAttention", Windowed(post_norm=True, kept_query_attention=W.timm_v2_attention)),
+    *(LAYERS, "WindowAttention"),
+    replace(COSINE_BLOCK, qkv_bias=QKV_BIAS, score_bias=W.v2_bias),
+    Windowed(post_norm=True, kept_query_attention=W.timm_v2_attention),
 )
 SWIN_V2_CR = swin(
     *("timm Swin v2 CR", "swin_transformer_v2_cr", "SwinTransformerV2Cr", "SwinTransformerV2CrBlock"),
     Layout("", stages=partial(stages, "stages", halved)),
     "WindowMultiHeadAttention",
+    replace(COSINE_BLOCK, last="norm3", score_bias=W.timm_cr_bias),
     Windowed(constant=("attn.meta_mlp",), post_norm=True, last="norm3", kept_query_attention=W.timm_cr_attention),
 )
 

@@ -5,8 +5,9 @@
 - Rule "head": all rows, but only the contribution of the kept heads.
 - Rule "exact": everything.
 
-The probabilities are those of the full softmax in all of them. Saved: the attention output and log-sum-exp of kept rows
-(heads), and x: all rows where K and V of all rows are needed, kept rows under "qkv".
+The probabilities are those of the full softmax in all of them. The norm may be behind the branch instead of before it.
+Saved: the attention output and log-sum-exp of kept rows (heads), and x: all rows where K and V of all rows are needed,
+kept rows under "qkv".
 """
 
 from typing import Any, NamedTuple
@@ -39,12 +40,13 @@ from .layers import (
     last_layer_gradients,
     linear,
     norm,
+    norm_columns,
     parameter_gradients,
     saved_dtype,
 )
 from .named import Needs, split
 from .once import once
-from .steps import Affine, Cotangent, Steps
+from .steps import Affine, Cotangent, PostNormGradients, Steps, before_norm
 from .window_attention import NO_WINDOWS, Cut, Padding
 
 
@@ -58,12 +60,13 @@ class AttentionWeights(NamedTuple):
 
 
 class AttentionProducts(NamedTuple):
-    """What ``attention_backward`` has found for the weights: the gradient of qkv_weight, ``dyᵀ o`` for proj_weight, and
-    the gradients of what belongs to heads."""
+    """What ``attention_backward`` has found for the weights: the gradient of qkv_weight, ``dyᵀ o`` for proj_weight, the
+    gradients of what belongs to heads, and of the norm behind the branch."""
 
     qkv_weight: Any
     last: Grad
     heads: HeadGradients
+    post: PostNormGradients
 
 
 class AttentionSaved(NamedTuple):
@@ -111,8 +114,14 @@ def attention_forward(
     return to_rows(o), lse.transpose(1, 2), qkv
 
 
-def attention_output(o: Tensor, p: AttentionParams, spec: AttentionSpec) -> Tensor:
+def attention_last(o: Tensor, p: AttentionParams, spec: AttentionSpec) -> Tensor:
+    """The branch's output from that of attention, but for its scale."""
     z = linear(o, p.proj_weight, p.proj_bias, spec.dtype)
+    return z if spec.post_norm is None else norm(z, p.post_norm_weight, p.post_norm_bias, spec.post_norm)
+
+
+def attention_output(o: Tensor, p: AttentionParams, spec: AttentionSpec) -> Tensor:
+    z = attention_last(o, p, spec)
     return z if p.scale is None else z * p.scale
 
 
@@ -141,10 +150,10 @@ def attention_saved(
     return saved._replace(q=take_head_rows(q, rows), k=take_head_rows(k, kv_rows), v=take_head_rows(v, kv_rows))
 
 
-def attention_columns(p: AttentionParams) -> int:
+def attention_columns(p: AttentionParams, spec: AttentionSpec) -> int:
     """Of the totals of the branch: "attention_output", "attention_qkv", "attention_norm_weight", "…_norm_bias"."""
     width, channels = p.qkv_weight.shape
-    return p.proj_weight.shape[0] + width + 2 * channels
+    return p.proj_weight.shape[0] + width + norm_columns(spec.norm, channels)
 
 
 def attention_backward(
@@ -167,6 +176,10 @@ def attention_backward(
     """
     weight, bias, proj_weight, _ = cast_weights
     samples, heads, width = saved.x.shape[0], spec.heads, weight.shape[0] // 3
+    post = PostNormGradients()
+    if spec.post_norm is not None:
+        affine = Affine(p.post_norm_weight, p.post_norm_bias, spec.post_norm)
+        dy, post = before_norm(dy, linear(saved.o, proj_weight, p.proj_bias, saved.o.dtype), affine)
     do, last = dy.dz @ proj_weight, weight_gradient(dy.dy, saved.o, p.proj_weight, needs.proj_weight or needs.scale)
     n_q = R.take(n.y, rows)
     if saved.q is not None:
@@ -189,12 +202,12 @@ def attention_backward(
     if rows is None:
         d = steps.stack(dq, dk, dv, total="attention_qkv")
         dw = weight_gradient(d, n.y, p.qkv_weight, needs.qkv_weight)
-        return d @ weight, None, AttentionProducts(dw, last, of_heads)
+        return d @ weight, None, AttentionProducts(dw, last, of_heads, post)
     steps.stack(dq, total="attention_qkv")
     d = steps.stack(dk, dv, total="attention_qkv")
     products = [weight_gradient(g, m, p.qkv_weight, needs.qkv_weight) for g, m in ((dq, n_q), (d, n.y))]
     dw = torch.cat([t for t in products if t is not None]) if needs.qkv_weight else None
-    return d @ weight[width:], dq @ weight[:width], AttentionProducts(dw, last, of_heads)
+    return d @ weight[width:], dq @ weight[:width], AttentionProducts(dw, last, of_heads, post)
 
 
 def attention_input_backward(
@@ -229,12 +242,14 @@ def attention_gradients(
     products: AttentionProducts, totals: dict[str, Tensor], p: AttentionParams, needs: Needs
 ) -> AttentionParams:
     """The parameters' gradients, before their precision and scale."""
+    post = products.post
+    total = totals["attention_output"] if post.total is None else post.total
     last = last_layer_gradients(
-        products.last, totals["attention_output"], p.proj_weight, p.proj_bias, p.scale, needs.proj_weight, needs.scale
+        products.last, total, p.proj_weight, p.proj_bias, p.scale, needs.proj_weight, needs.scale
     )
     return AttentionParams(
-        norm_weight=totals["attention_norm_weight"],
-        norm_bias=totals["attention_norm_bias"],
+        norm_weight=totals.get("attention_norm_weight"),
+        norm_bias=totals.get("attention_norm_bias"),
         qkv_weight=products.qkv_weight,
         qkv_bias=with_padding(totals["attention_qkv"], products.heads.padding),
         q_norm_weight=products.heads.q_norm_weight,
@@ -244,6 +259,8 @@ def attention_gradients(
         proj_weight=last.weight,
         proj_bias=last.bias,
         scale=last.scale,
+        post_norm_weight=post.weight,
+        post_norm_bias=post.bias,
         score_bias=products.heads.score_bias,
         rope=products.heads.rope,
     )
@@ -298,7 +315,7 @@ class _AttentionBranch(torch.autograd.Function):
         _, needs = split(ctx.needs_input_grad, AttentionInputs, AttentionParams)
         spec, dtype, shape, dy = ctx.spec, saved.o.dtype, dy.shape, R.flat(dy)
         kept_p, kept_spec = (p, spec) if heads is None else select_heads(p, spec, heads)
-        steps = device_of(saved.x).steps(saved.x, attention_columns(kept_p))
+        steps = device_of(saved.x).steps(saved.x, attention_columns(kept_p, spec))
         weight = ctx.options.row_weight
         kept_dy = steps.cotangent(
             dy, saved.rows, factor, p.scale, shape[0], dtype, total="attention_output", weight=weight

@@ -1,4 +1,4 @@
-"""The pre-norm transformer block as one function: the attention branch, then the MLP branch, on the same kept rows.
+"""The transformer block as one function: the attention branch, then the MLP branch, on the same kept rows.
 
 Saved per block: x (all rows; under rule "qkv" the kept ones), and the kept rows of the attention output and its
 log-sum-exp; all of them under rule "exact", where rows of the MLP alone are kept. The rows between the two branches are
@@ -18,12 +18,13 @@ from .attention import (
     attention_forward,
     attention_gradients,
     attention_input_backward,
+    attention_last,
     attention_output,
     attention_saved,
 )
 from .device import device_of
 from .heads import AttentionParams, AttentionSpec
-from .layers import BackwardOptions, Grad, Normed, autocast_dtype, linear, parameter_gradients
+from .layers import BackwardOptions, Grad, Normed, autocast_dtype, parameter_gradients
 from .mlp import (
     MLPParams,
     MLPSpec,
@@ -119,7 +120,7 @@ class _TransformerBlock(torch.autograd.Function):
         rows, inverse, h, factor1, factor2 = more
         spec1, spec2 = ctx.attention_spec, ctx.mlp_spec
         shape, samples, dtype, dy = dy.shape, dy.shape[0], saved.o.dtype, R.flat(dy)
-        steps = device_of(saved.x).steps(saved.x, mlp_columns(p2) + attention_columns(p1))
+        steps = device_of(saved.x).steps(saved.x, mlp_columns(p2, spec2) + attention_columns(p1, spec1))
 
         weight = ctx.options.row_weight
         kept_dy = steps.cotangent(dy, rows, factor2, p2.scale, samples, dtype, total="mlp_output", weight=weight)
@@ -170,9 +171,10 @@ def middle_again(
 ) -> Normed:
     """The kept rows between the branches and their norm, from what the attention branch saved; after ``dy``."""
     o = saved.o if spec1.rule.query_rows else R.take(saved.o, rows)
+    p1 = p1._replace(proj_weight=R.after(dy, weights.proj_weight), proj_bias=weights.proj_bias)
     return steps.normalise(
         R.flat(saved.x), norm, spec1.dtype, after=dy,
         rows=None if spec1.rule.key_rows else rows,
-        branch=linear(o, R.after(dy, weights.proj_weight), weights.proj_bias, None),
+        branch=attention_last(o, p1, spec1),
         scale=p1.scale, factor=factor1, samples=saved.x.shape[0],
     )  # fmt: skip

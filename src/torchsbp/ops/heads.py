@@ -16,8 +16,9 @@ from .window_attention import Cut, Padding
 
 
 class AttentionParams(NamedTuple):
-    """The parameters of an attention branch; ``qkv`` stacks the projections to queries, keys and values.
-    ``score_bias`` is added to the scores of a window, ``[H, area, area]``; ``rope`` turns queries and keys."""
+    """The parameters of an attention branch; ``qkv`` stacks the projections to queries, keys and values. ``post_norm``
+    comes behind the branch, which has no scale then. ``score_bias`` is added to the scores of a window,
+    ``[H, area, area]``; ``rope`` turns queries and keys."""
 
     norm_weight: Grad
     norm_bias: Grad
@@ -30,13 +31,15 @@ class AttentionParams(NamedTuple):
     proj_weight: Tensor
     proj_bias: Grad
     scale: Grad = None
+    post_norm_weight: Grad = None
+    post_norm_bias: Grad = None
     score_bias: Grad = None
     rope: Grad = None
 
 
 class AttentionSpec(NamedTuple):
-    """What is static about the branch. ``qk_norm`` is None where queries and keys are not normalised;
-    ``rotate_half`` says which pairs rotary embeddings turn."""
+    """What is static about the branch. ``qk_norm`` is None where queries and keys are not normalised, ``post_norm``
+    where there is none behind the branch; ``rotate_half`` says which pairs rotary embeddings turn."""
 
     heads: int
     softmax_scale: float
@@ -46,6 +49,7 @@ class AttentionSpec(NamedTuple):
     rule: Rule = RULES["query"]
     dtype: torch.dtype | None = None
     rotate_half: bool = False
+    post_norm: Norm | None = None
 
 
 class QKV(NamedTuple):
@@ -97,8 +101,8 @@ def padding_of(p: AttentionParams, spec: AttentionSpec) -> Padding | None:
     """The key and value of slots outside of the grid, whose input is zero: what the projection adds to it."""
     if p.qkv_bias is None:
         return None
-    _, k, v = p.qkv_bias.view(3, spec.heads, -1).unbind(0)
-    return Padding(k, v)
+    _, k, v = normalised(QKV(*p.qkv_bias.view(3, 1, spec.heads, 1, -1).unbind(0)), p, spec)
+    return Padding(k[0, :, 0], v[0, :, 0])
 
 
 def attend_normalised(qkv: QKV, p: AttentionParams, spec: AttentionSpec, cut: Cut) -> tuple[Tensor, Tensor]:
@@ -122,20 +126,32 @@ def attend_normalised_backward(
     needs: Needs,
 ) -> tuple[QKV, HeadGradients]:
     """Gradients of Q, K, V before norms and rotation, and of what else attention has. Queries are those of ``rows``."""
-    if cut.places is not None:
-        assert p.score_bias is not None
-        *dqkv, d_bias, d_padding = device_of(do).windows(do).backward(
-            do, *qkv, o, lse, p.score_bias, padding_of(p, spec), cut, spec.softmax_scale, spec.rule.key_rows,
-            needs.score_bias,
-        )  # fmt: skip
-        return QKV(*dqkv), HeadGradients(score_bias=d_bias, padding=d_padding)
     q = Turned(qkv.q, p.q_norm_weight, p.q_norm_bias, rows, p, spec)
     k = Turned(qkv.k, p.k_norm_weight, p.k_norm_bias, rows if spec.rule.key_rows else None, p, spec)
-    dq, dk, dv = attend_backward(do, q.y, k.y, qkv.v, o, lse, spec.softmax_scale, spec.fused)
+    d_bias: Grad = None
+    d_padding: Padding | None = None
+    if cut.places is None:
+        dq, dk, dv = attend_backward(do, q.y, k.y, qkv.v, o, lse, spec.softmax_scale, spec.fused)
+    else:
+        assert p.score_bias is not None
+        dq, dk, dv, d_bias, d_padding = device_of(do).windows(do).backward(
+            do, q.y, k.y, qkv.v, o, lse, p.score_bias, padding_of(p, spec), cut, spec.softmax_scale,
+            spec.rule.key_rows, needs.score_bias,
+        )  # fmt: skip
     dq, dqw, dqb, dq_rope = q.backward(dq, needs.q_norm_weight, needs.q_norm_bias, needs.rope)
     dk, dkw, dkb, dk_rope = k.backward(dk, needs.k_norm_weight, needs.k_norm_bias, needs.rope)
     d_rope = None if dq_rope is None or dk_rope is None else dq_rope + dk_rope
-    return QKV(dq, dk, dv), HeadGradients(dqw, dqb, dkw, dkb, rope=d_rope)
+    return QKV(dq, dk, dv), HeadGradients(dqw, dqb, dkw, dkb, d_bias, padding_backward(d_padding, p, spec), d_rope)
+
+
+def padding_backward(d_padding: Padding | None, p: AttentionParams, spec: AttentionSpec) -> Padding | None:
+    """Before the norm of keys."""
+    if d_padding is None or spec.qk_norm is None or p.qkv_bias is None:
+        return d_padding
+    assert p.k_norm_weight is None, "padding's part in the gradient of a norm of keys is not computed"
+    k = p.qkv_bias.view(3, 1, spec.heads, 1, -1)[1]
+    dk, *_ = Turned(k, None, None, None, p, spec).backward(d_padding.k[None, :, None], False, False, False)
+    return Padding(dk[0, :, 0], d_padding.v)
 
 
 class Turned:

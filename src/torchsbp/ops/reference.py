@@ -48,6 +48,8 @@ def mlp(x: Tensor, p: MLPParams, spec: MLPSpec) -> Tensor:
     if spec.inner_norm is not None:
         g = norm(g, p.inner_norm_weight, p.inner_norm_bias, spec.inner_norm)
     y = F.linear(g, p.weight2, p.bias2)
+    if spec.post_norm is not None:
+        return norm(y, p.post_norm_weight, p.post_norm_bias, spec.post_norm)
     return y if p.scale is None else y * p.scale
 
 
@@ -102,7 +104,7 @@ def project_heads(o: Tensor, heads: Tensor | None, p: AttentionParams, spec: Att
     for h in range(spec.heads):
         part = F.linear(o[:, h], weights[:, h]) * scale
         y = y + (part if heads is None or bool((heads == h).any()) else part.detach())
-    return y
+    return y if spec.post_norm is None else norm(y, p.post_norm_weight, p.post_norm_bias, spec.post_norm)
 
 
 def attention_branch(

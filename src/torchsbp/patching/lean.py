@@ -17,7 +17,7 @@ from ..ops.block import transformer_block
 from ..ops.downsample import DownsampleParams, DownsampleSpec, downsample
 from ..ops.gate import gate
 from ..ops.heads import AttentionParams, AttentionSpec
-from ..ops.layers import BackwardOptions, autocast_dtype
+from ..ops.layers import COSINE, NO_NORM, BackwardOptions, autocast_dtype
 from ..ops.mlp import MLPParams, MLPSpec, mlp_branch
 from ..ops.rules import Rule
 from ..sampling.masks import Kept
@@ -58,10 +58,10 @@ class TransformerBlock(SampledBlock):
         names: L.TransformerBlock = self.description
         attention, attention_spec = attention_of(module, names, self.sampling.rule)
         mlp, mlp_spec = mlp_of(module, names.norm2, names)
-        mlp = mlp._replace(scale=find(module, names.scale2))
+        mlp, post = mlp._replace(scale=find(module, names.scale2)), bool(names.post_norm1)
         factors = (
-            drop_factor(find(module, names.drop1), x, attention.scale),
-            drop_factor(find(module, names.drop2), x, mlp.scale),
+            drop_factor(find(module, names.drop1), x, attention.post_norm_weight if post else attention.scale),
+            drop_factor(find(module, names.drop2), x, mlp.post_norm_weight if post else mlp.scale),
         )
         return BlockParts(attention, attention_spec, mlp, mlp_spec, factors)
 
@@ -199,19 +199,31 @@ def matrix(block: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
 
 
 def attention_of(block: nn.Module, parts: L.TransformerBlock, rule: Rule) -> tuple[AttentionParams, AttentionSpec]:
-    norm, scale = find(block, parts.norm1), find(block, parts.scale1)
+    norm, scale, post_norm = find(block, parts.norm1), find(block, parts.scale1), find(block, parts.post_norm1)
     q_norm, k_norm = find(block, parts.q_norm), find(block, parts.k_norm)
-    (weight, bias), proj = projection_of(block, parts.qkv), matrix(block, parts.proj)
-    biases = [b for b in (find(block, name) for name in parts.qkv_bias) if b is not None]
-    bias = torch.cat(biases) if biases else bias
-    params = AttentionParams(*affine(norm), weight, bias, *affine(q_norm), *affine(k_norm), *proj, scale)
-    static = L.norm_of(norm)
-    assert static is not None
+    qkv, proj = qkv_of(block, parts), matrix(block, parts.proj)
+    params = AttentionParams(*affine(norm), *qkv, *affine(q_norm), *affine(k_norm), *proj, scale, *affine(post_norm))
     heads, softmax_scale = find(block, parts.heads), find(block, parts.softmax_scale)
     if softmax_scale is None:
         softmax_scale = (params.qkv_weight.shape[0] // (3 * heads)) ** -0.5
     fused = L.FUSED[find(block, parts.fused)]
-    return params, AttentionSpec(heads, softmax_scale, static, L.norm_of(q_norm), fused, rule)
+    spec = AttentionSpec(heads, softmax_scale, L.norm_of(norm) or NO_NORM, L.norm_of(q_norm), fused, rule)
+    spec = spec._replace(post_norm=L.norm_of(post_norm))
+    if not parts.logit_scale:
+        return params, spec
+    factor = L.cosine_factor(find(block, parts.logit_scale))
+    return params._replace(q_norm_weight=factor), spec._replace(softmax_scale=1.0, qk_norm=COSINE)
+
+
+def qkv_of(block: nn.Module, parts: L.TransformerBlock) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of the projection to queries, keys and values."""
+    weight, bias = projection_of(block, parts.qkv)
+    biases = [b for b in (find(block, name) for name in parts.qkv_bias) if b is not None]
+    bias = torch.cat(biases) if biases else bias
+    if bias is None or parts.key_bias:
+        return weight, bias
+    q, k, v = bias.chunk(3)
+    return weight, torch.cat([q, torch.zeros_like(k), v])
 
 
 def projection_of(block: nn.Module, name: str | tuple[str, ...]) -> tuple[Any, Any]:
@@ -223,14 +235,15 @@ def projection_of(block: nn.Module, name: str | tuple[str, ...]) -> tuple[Any, A
 
 
 def mlp_of(block: nn.Module, norm_name: str, parts: Any) -> tuple[MLPParams, MLPSpec]:
-    norm = find(block, norm_name)
-    static = L.norm_of(norm)
-    assert static is not None
+    norm, post_norm = find(block, norm_name), find(block, getattr(parts, "post_norm2", ""))
     fc1, fc2, act = projection_of(block, parts.fc1), matrix(block, parts.fc2), activation_of(find(block, parts.act))
     assert act is not None
     act = GATED + act if getattr(parts, "gated", False) else act
     inner = find(block, getattr(parts, "inner_norm", ""))
-    return MLPParams(*affine(norm), *fc1, *fc2, None, *affine(inner)), MLPSpec(static, act, None, L.norm_of(inner))
+    return (
+        MLPParams(*affine(norm), *fc1, *fc2, None, *affine(inner), *affine(post_norm)),
+        MLPSpec(L.norm_of(norm) or NO_NORM, act, None, L.norm_of(inner), L.norm_of(post_norm)),
+    )
 
 
 def drop_factor(drop_path: nn.Module | None, x: Tensor, scale: Tensor | None) -> Tensor | None:

@@ -12,7 +12,7 @@ from ..ops import rows as R
 from ..ops.block import transformer_block
 from ..ops.windows import Windows, cut, cut_kept, join_kept, kept_scores
 from ..sampling.windows import Grid, cut_all
-from .lean import TransformerBlock
+from .lean import TransformerBlock, through
 from .replay import Inside, Replay, Residual
 from .sampled import runs
 from .site import Site, original
@@ -32,12 +32,14 @@ class WindowBlock(TransformerBlock):
             parts.check_call(module, grid, kwargs)
         partition = parts.partition(module, grid, bool(kwargs.get(parts.fixed)))
         cut = cut_all(partition, x.device) if kept.windows is None else kept.windows.cut
-        attention, attention_spec, mlp, mlp_spec, factors = self.parts(module, x)
+        # Before stochastic depth is drawn: it may be random, and the block's own forward has this order.
         bias = parts.score_bias(find(module, parts.attention), partition.window).flatten(0, -3)
+        attention, attention_spec, mlp, mlp_spec, factors = self.parts(module, x)
         y = transformer_block(
             x.flatten(1, -2), kept.rows, attention._replace(score_bias=bias), attention_spec, mlp, mlp_spec,
             inverse=kept.inverse, factors=factors, options=self.sampling.options(kept.rows, batch, n), cut=cut,
         ).view(x.shape)  # fmt: skip
+        y = through(module, parts.last, y)
         return (y, None) if parts.pair else y
 
 
