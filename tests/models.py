@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchvision.models import swin_transformer as vision
 from torchvision.models.video.swin_transformer import SwinTransformer3d
 
-ALL, QUERY = ("query", "qkv", "head", "exact"), ("query",)
+ALL, NO_HEAD, QUERY = ("query", "qkv", "head", "exact"), ("query", "qkv", "exact"), ("query",)
 
 
 @dataclass(frozen=True)
@@ -220,6 +220,13 @@ GROUPED = {"num_kv_heads": 1} if "num_kv_heads" in EVA else {}
 NORMED = {"qk_norm": True} if "qk_norm" in EVA else {}
 
 
+class OwnNorm(nn.LayerNorm):
+    """One that no description knows: blocks with it run again."""
+
+
+OWN = {"norm_layer": OwnNorm}
+
+
 def tokens(name: str, *, same_bits: bool = True, rules: tuple[str, ...] = QUERY, **options: Any) -> Tiny:
     sizes = VIT_SIZES | {"img_size": (32, 48), "patch_size": 8}
     return Tiny(of_timm(name, **sizes | options), "tokens", (3, 32, 48), rules, same_bits=same_bits)
@@ -231,18 +238,20 @@ def mixer(**options: Any) -> Tiny:
 
 
 # PyTorch takes another attention kernel where it need not differentiate a bias: forward is equal to rounding.
-learned_bias = partial(tokens, same_bits=False)
+learned_bias = partial(tokens, same_bits=False, rules=ALL)
 TOKENS = {
     "swiglu": tokens("vit_tiny_patch16_224", mlp_layer=SwiGLU, init_values=0.5, rules=ALL, same_bits=False),
     "packed swiglu": tokens("vit_tiny_patch16_224", mlp_layer=SwiGLUPacked, scale_attn_norm=True, scale_mlp_norm=True),
     "differential attention": tokens("vit_tiny_patch16_224", attn_layer="diff", qk_norm=True, embed_dim=48),
     "parallel": tokens("vit_tiny_patch16_224", block_fn=vit.ParallelThingsBlock, init_values=0.5),
     "one piece": tokens("vit_tiny_patch16_224", block_fn=vit.ParallelScalingBlock, qk_norm=True),
-    "post norm": tokens("vit_tiny_patch16_224", block_fn=vit.ResPostBlock, init_values=0.5),
+    "post norm": tokens("vit_tiny_patch16_224", block_fn=vit.ResPostBlock, init_values=0.5, rules=NO_HEAD),
     "eva": tokens("eva_giant_patch14_224"),
     "eva02": tokens("eva02_tiny_patch14_224", rules=ALL),
-    "eva02, inner norm": tokens("eva02_tiny_patch14_224", scale_attn_inner=True),
-    "eva post norm": tokens("eva_giant_patch14_224", use_post_norm=True, use_rot_pos_emb=True, scale_attn_inner=True),
+    "eva02, inner norm": tokens("eva02_tiny_patch14_224", scale_attn_inner=True, rules=NO_HEAD),
+    "eva post norm": tokens(
+        "eva_giant_patch14_224", use_post_norm=True, use_rot_pos_emb=True, scale_attn_inner=True, rules=NO_HEAD
+    ),
     "dinov3": tokens("vit_small_patch16_dinov3", init_values=0.5),
     "dinov3 split qkv": tokens("vit_small_plus_patch16_dinov3", qkv_fused=False, attn_type="rope", **GROUPED),
     "mixed rope": tokens("vit_small_patch16_rope_mixed_224", init_values=0.5),
@@ -254,8 +263,16 @@ TOKENS = {
     ),
     "relative": learned_bias("vit_relpos_small_patch16_224", init_values=0.5),
     "relative class token": learned_bias("vit_relpos_base_patch16_clsgap_224", qk_norm=True, rel_pos_type="bias"),
-    "relative post norm": learned_bias("vit_relpos_small_patch16_rpn_224"),
+    "relative post norm": learned_bias("vit_relpos_small_patch16_rpn_224", rules=NO_HEAD),
     "shared relative": learned_bias("vit_srelpos_small_patch16_224", init_values=0.5),
+    "eva02, own norm": tokens("eva02_tiny_patch14_224", **OWN),
+    "eva post norm, own norm": tokens("eva_giant_patch14_224", use_post_norm=True, use_rot_pos_emb=True, **OWN),
+    "mixed rope, own norm": tokens("vit_small_patch16_rope_mixed_224", **OWN),
+    "beit, own norm": tokens("beitv2_base_patch16_224", init_values=0.5, same_bits=False, **OWN),
+    "beit shared bias, own norm": tokens(
+        "beit_base_patch16_224", use_rel_pos_bias=True, use_shared_rel_pos_bias=True, same_bits=False, **OWN
+    ),
+    "relative, own norm": tokens("vit_relpos_small_patch16_224", init_values=0.5, same_bits=False, **OWN),
     "mixer": mixer(),
     "resmlp": mixer(block_layer=mlp_mixer.ResBlock, mlp_ratio=4, norm_layer=mlp_mixer.Affine),
     "gmlp": mixer(block_layer=mlp_mixer.SpatialGatingBlock, mlp_ratio=4, mlp_layer=GatedMlp),
@@ -297,10 +314,6 @@ POINTWISE = {
 }
 
 
-class OwnNorm(nn.LayerNorm):
-    """One that no description knows: blocks with it run again."""
-
-
 SWIN = {"depths": (2, 2), "num_heads": (2, 3), "embed_dim": 12}
 
 
@@ -328,7 +341,6 @@ def transformers_swin(name: str, size: tuple[int, int] = (64, 64), **options: An
 
 
 V2 = {"block": vision.SwinTransformerBlockV2, "downsample_layer": vision.PatchMergingV2}
-OWN = {"norm_layer": OwnNorm}
 FREE = {"strict_img_size": False, "always_partition": True}
 WINDOWS = {
     "swin": timm_swin(SwinTransformer),

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from torchsbp.ops.attention import attention_branch
 from torchsbp.ops.heads import AttentionParams, AttentionSpec
 from torchsbp.ops.layers import COSINE, NO_NORM, BackwardOptions, Norm, norm_again, norm_backward
 from torchsbp.ops.rules import RULES
+from torchsbp.ops.window_attention import NO_WINDOWS, one_window
 
 from .helpers import RATIOS, assert_same_gradients, attention_params, gradients, kept_rows, param, post_norm
 
@@ -23,9 +26,9 @@ def spec_of(rule: str, **kw) -> AttentionSpec:
     return AttentionSpec(HEADS, (C // HEADS) ** -0.5, rule=RULES[rule], **kw)
 
 
-def check(x, dy, p, rows, heads, spec, factor=None, options=BackwardOptions()):
-    ours = attention_branch(x, rows, p, spec, heads=heads, factor=factor, options=options)
-    theirs = reference.attention_branch(x, rows, p, spec, heads, factor, options.scope)
+def check(x, dy, p, rows, heads, spec, factor=None, options=BackwardOptions(), cut=NO_WINDOWS):
+    ours = attention_branch(x, rows, p, spec, heads=heads, factor=factor, options=options, cut=cut)
+    theirs = reference.attention_branch(x, rows, p, spec, heads, factor, options.scope, cut=cut)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     assert_same_gradients(gradients(ours, dy, (x, *p)), gradients(theirs, dy, (x, *p)))
 
@@ -61,13 +64,35 @@ def test_variants_equal_reference(rule, qk_norm, bias, scale):
     check(x, dy, p, rows, heads, spec_of(rule, qk_norm=qk_norm))
 
 
+@pytest.mark.parametrize("rule", ["query", "qkv", "head"])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("ratio", [1.0, 0.25])
+def test_a_bias_of_all_scores_equals_reference(ratio, shared, rule):
+    """All rows are one window then."""
+    x, dy, p = inputs(qk_norm=True)
+    p = p._replace(score_bias=param(HEADS, N, N))
+    rows, heads = (None, torch.tensor([0, 2])) if rule == "head" else (kept_rows(B, N, ratio, shared), None)
+    check(x, dy, p, rows, heads, spec_of(rule, qk_norm=Norm()), cut=one_window(N, rows, B, shared, x.device))
+
+
+@pytest.mark.parametrize("rule", ["query", "qkv", "exact"])
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("norm", [Norm(1e-5), Norm(1e-6, "rms")])
+def test_inner_norms_equal_reference(norm, recompute, rule):
+    x, dy, p = inputs()
+    p = p._replace(inner_norm_weight=param(C), inner_norm_bias=param(C) if norm.kind == "layer" else None)
+    check(
+        x, dy, p, kept_rows(B, N, 0.5), None, spec_of(rule, inner_norm=norm), None, BackwardOptions(recompute=recompute)
+    )
+
+
 @pytest.mark.parametrize("rule", ["query", "qkv"])
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
 def test_cosines_and_a_norm_behind_equal_reference(ratio, recompute, rule):
     x, dy, p = inputs()
-    p = post_norm(p)._replace(q_norm_weight=param(HEADS, 1, 1))
-    spec = spec_of(rule, norm=NO_NORM, qk_norm=COSINE, post_norm=Norm(1e-5))
+    p = post_norm(p)._replace(q_norm_weight=param(HEADS, 1, 1), inner_norm_weight=param(C))
+    spec = spec_of(rule, norm=NO_NORM, qk_norm=COSINE, inner_norm=Norm(kind="rms"), post_norm=Norm(1e-5))
     check(x, dy, p, kept_rows(B, N, ratio), None, spec, options=BackwardOptions(recompute=recompute))
 
 
@@ -104,7 +129,7 @@ def test_gradcheck_at_ratio_one():
     assert torch.autograd.gradcheck(lambda x, *p: attention_branch(x, None, AttentionParams(*p), spec), (x, *p))
 
 
-OTHERS = "score_bias", "rope", "post_norm_weight", "post_norm_bias"
+OTHERS = [name for name in AttentionParams._fields if re.match("score_bias|rope|inner_norm|post_norm", name)]
 
 
 @pytest.mark.parametrize("frozen", [name for name in AttentionParams._fields if name not in OTHERS])

@@ -1,7 +1,7 @@
 """Blocks known part by part: dotted names of their parts, and a check that each part is one the ops know."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -64,6 +64,15 @@ class Lean(Description):
                     yield from check(name, find(block, name))
 
 
+HEADS_MEET = ("query", "qkv", "exact")
+"""The rules of attention whose heads meet in a norm before they are added to the residual path: no head contributes by
+itself."""
+
+
+def no_bias(block: Any, positions: int) -> None:
+    """Nothing is added to scores."""
+
+
 @dataclass(frozen=True)
 class TransformerBlock(Lean):
     """``x + drop1(scale1(proj(attention(norm1(x)))))``, then ``x + drop2(scale2(fc2(act(fc1(norm2(x))))))``.
@@ -73,8 +82,9 @@ class TransformerBlock(Lean):
     Without ``key_bias`` that of keys is not used. ``softmax_scale`` is one over the root of a head's width where it is
     not said; scores are cosines where ``logit_scale`` names the logarithm of what each head multiplies them by;
     ``fused`` names what says how attention is computed (``FUSED``). If the MLP is ``gated``, ``act`` is that of the
-    first half of ``fc1``, which may be two layers; ``inner_norm`` comes behind it. Blocks with norms behind their
-    branches, ``x + drop1(post_norm1(proj(attention(x))))``, have no norms before them, and no scales.
+    first half of ``fc1``, which may be two layers; ``inner_norm`` comes behind it, ``attention_norm`` before ``proj``.
+    Blocks with norms behind their branches, ``x + drop1(post_norm1(proj(attention(x))))``, have no norms before them,
+    and no scales.
     """
 
     called: ClassVar[tuple[str, ...]] = ("drop1", "drop2")
@@ -89,6 +99,7 @@ class TransformerBlock(Lean):
     key_bias: bool = True
     q_norm: str = "attn.q_norm"
     k_norm: str = "attn.k_norm"
+    attention_norm: str = ""
     proj: str = "attn.proj"
     scale1: str = "ls1.gamma"
     post_norm1: str = ""
@@ -119,7 +130,20 @@ class TransformerBlock(Lean):
 
 def post_norms(norm1: str = "norm1", norm2: str = "norm2") -> dict[str, Any]:
     """The names of a ``TransformerBlock`` whose norms are behind its branches."""
-    return {"norm1": "", "post_norm1": norm1, "scale1": "", "norm2": "", "post_norm2": norm2, "scale2": ""}
+    names = {"norm1": "", "post_norm1": norm1, "scale1": "", "norm2": "", "post_norm2": norm2, "scale2": ""}
+    return {**names, "rules": HEADS_MEET}
+
+
+@dataclass(frozen=True)
+class BiasedBlock(TransformerBlock):
+    """A ``TransformerBlock`` with something added to its scores, the same for all samples.
+
+    ``score_bias``: (block, number of positions, ``arguments`` of the block's call, by name) -> ``[(1,) H, N, N]``, or
+    None if there is none.
+    """
+
+    score_bias: Callable[..., Tensor | None] = no_bias
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -276,6 +300,7 @@ _CHECKS = {
     "post_norm2": _check_norm,
     "q_norm": _check_optional_norm,
     "k_norm": _check_optional_norm,
+    "attention_norm": _check_optional_norm,
     "inner_norm": _check_optional_norm,
     "heads": _check_heads,
     "fused": _check_fused,

@@ -105,7 +105,6 @@ class WindowBlock(InWindows, TransformerBlock):
     layer of its own, which is not sampled.
     """
 
-    rules: ClassVar[tuple[str, ...]] = ("query", "qkv", "exact")
     called: ClassVar[tuple[str, ...]] = ("drop1", "drop2", "last")
 
     attention: str = "attn"
@@ -116,9 +115,6 @@ class WindowBlock(InWindows, TransformerBlock):
     scale1: str = ""
     scale2: str = ""
     last: str = ""
-
-    def heads_of(self, block: nn.Module) -> int:
-        return 0
 
 
 @dataclass(frozen=True)
@@ -137,6 +133,7 @@ class Windowed(InWindows, Residual):
     - ``kept_query_attention``: attention of kept rows.
     """
 
+    rules: tuple[str, ...] = ("query",)
     mixers: tuple[Mixer, ...] = ()
     attention: str = "attn"
     attention_norm: str = "norm1"

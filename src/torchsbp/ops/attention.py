@@ -38,7 +38,6 @@ from .layers import (
     Normed,
     autocast_dtype,
     last_layer_gradients,
-    linear,
     norm,
     norm_columns,
     parameter_gradients,
@@ -46,8 +45,9 @@ from .layers import (
 )
 from .named import Needs, split
 from .once import once
-from .steps import Affine, Cotangent, PostNormGradients, Steps, before_norm
-from .window_attention import NO_WINDOWS, Cut, Padding
+from .output import OutputProducts, attention_output, output_backward
+from .steps import Affine, Cotangent, Steps
+from .window_attention import NO_WINDOWS, Cut, Padding, all_slots
 
 
 class AttentionWeights(NamedTuple):
@@ -60,13 +60,12 @@ class AttentionWeights(NamedTuple):
 
 
 class AttentionProducts(NamedTuple):
-    """What ``attention_backward`` has found for the weights: the gradient of qkv_weight, ``dyᵀ o`` for proj_weight, the
-    gradients of what belongs to heads, and of the norm behind the branch."""
+    """What ``attention_backward`` has found for the weights: the gradient of qkv_weight, and what it has found of the
+    last layer and of heads."""
 
     qkv_weight: Any
-    last: Grad
+    output: OutputProducts
     heads: HeadGradients
-    post: PostNormGradients
 
 
 class AttentionSaved(NamedTuple):
@@ -93,15 +92,16 @@ def attention_branch(
     heads: Tensor | None = None,
     factor: Tensor | None = None,
     options: BackwardOptions = BackwardOptions(),
+    cut: Cut = NO_WINDOWS,
 ) -> Tensor:
     """The branch on ``x [B, N, C]``. The rule says whether ``rows`` (and their ``inverse``, if it is at hand) and
-    ``heads``, indices, are those with gradients; what it doesn't sample is not looked at."""
+    ``heads``, indices, are those with gradients; what it doesn't sample is not looked at. ``cut``: its windows."""
     rule, dtype = spec.rule, autocast_dtype(x)
     if not rule.query_rows:
-        rows = inverse = None
+        rows, inverse, cut = None, None, all_slots(cut)
     heads = heads if rule.heads else None
     inputs = AttentionInputs(x, rows, inverse, heads, factor, spec._replace(dtype=dtype), options)
-    return _AttentionBranch.apply(*inputs, *params)
+    return _AttentionBranch.apply(*inputs, *cut, *params)
 
 
 def attention_forward(
@@ -112,17 +112,6 @@ def attention_forward(
     qkv = QKV(*project(n, p.qkv_weight, p.qkv_bias, spec.heads))
     o, lse = attend_normalised(qkv, p, spec, cut)
     return to_rows(o), lse.transpose(1, 2), qkv
-
-
-def attention_last(o: Tensor, p: AttentionParams, spec: AttentionSpec) -> Tensor:
-    """The branch's output from that of attention, but for its scale."""
-    z = linear(o, p.proj_weight, p.proj_bias, spec.dtype)
-    return z if spec.post_norm is None else norm(z, p.post_norm_weight, p.post_norm_bias, spec.post_norm)
-
-
-def attention_output(o: Tensor, p: AttentionParams, spec: AttentionSpec) -> Tensor:
-    z = attention_last(o, p, spec)
-    return z if p.scale is None else z * p.scale
 
 
 def attention_saved(
@@ -176,11 +165,7 @@ def attention_backward(
     """
     weight, bias, proj_weight, _ = cast_weights
     samples, heads, width = saved.x.shape[0], spec.heads, weight.shape[0] // 3
-    post = PostNormGradients()
-    if spec.post_norm is not None:
-        affine = Affine(p.post_norm_weight, p.post_norm_bias, spec.post_norm)
-        dy, post = before_norm(dy, linear(saved.o, proj_weight, p.proj_bias, saved.o.dtype), affine)
-    do, last = dy.dz @ proj_weight, weight_gradient(dy.dy, saved.o, p.proj_weight, needs.proj_weight or needs.scale)
+    do, output = output_backward(dy, saved.o, proj_weight, p, spec, needs)
     n_q = R.take(n.y, rows)
     if saved.q is not None:
         qkv = QKV(saved.q, saved.k, saved.v)
@@ -202,12 +187,12 @@ def attention_backward(
     if rows is None:
         d = steps.stack(dq, dk, dv, total="attention_qkv")
         dw = weight_gradient(d, n.y, p.qkv_weight, needs.qkv_weight)
-        return d @ weight, None, AttentionProducts(dw, last, of_heads, post)
+        return d @ weight, None, AttentionProducts(dw, output, of_heads)
     steps.stack(dq, total="attention_qkv")
     d = steps.stack(dk, dv, total="attention_qkv")
     products = [weight_gradient(g, m, p.qkv_weight, needs.qkv_weight) for g, m in ((dq, n_q), (d, n.y))]
     dw = torch.cat([t for t in products if t is not None]) if needs.qkv_weight else None
-    return d @ weight[width:], dq @ weight[:width], AttentionProducts(dw, last, of_heads, post)
+    return d @ weight[width:], dq @ weight[:width], AttentionProducts(dw, output, of_heads)
 
 
 def attention_input_backward(
@@ -242,27 +227,27 @@ def attention_gradients(
     products: AttentionProducts, totals: dict[str, Tensor], p: AttentionParams, needs: Needs
 ) -> AttentionParams:
     """The parameters' gradients, before their precision and scale."""
-    post = products.post
+    heads, (product, dw_inner, db_inner, post) = products.heads, products.output
     total = totals["attention_output"] if post.total is None else post.total
-    last = last_layer_gradients(
-        products.last, total, p.proj_weight, p.proj_bias, p.scale, needs.proj_weight, needs.scale
-    )
+    last = last_layer_gradients(product, total, p.proj_weight, p.proj_bias, p.scale, needs.proj_weight, needs.scale)
     return AttentionParams(
         norm_weight=totals.get("attention_norm_weight"),
         norm_bias=totals.get("attention_norm_bias"),
         qkv_weight=products.qkv_weight,
-        qkv_bias=with_padding(totals["attention_qkv"], products.heads.padding),
-        q_norm_weight=products.heads.q_norm_weight,
-        q_norm_bias=products.heads.q_norm_bias,
-        k_norm_weight=products.heads.k_norm_weight,
-        k_norm_bias=products.heads.k_norm_bias,
+        qkv_bias=with_padding(totals["attention_qkv"], heads.padding),
+        q_norm_weight=heads.q_norm_weight,
+        q_norm_bias=heads.q_norm_bias,
+        k_norm_weight=heads.k_norm_weight,
+        k_norm_bias=heads.k_norm_bias,
         proj_weight=last.weight,
         proj_bias=last.bias,
         scale=last.scale,
+        inner_norm_weight=dw_inner,
+        inner_norm_bias=db_inner,
         post_norm_weight=post.weight,
         post_norm_bias=post.bias,
-        score_bias=products.heads.score_bias,
-        rope=products.heads.rope,
+        score_bias=heads.score_bias,
+        rope=heads.rope,
     )
 
 
@@ -296,10 +281,10 @@ class Sampled(NamedTuple):
 class _AttentionBranch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *flat: Any) -> Tensor:
-        (x, rows, inverse, heads, factor, spec, options), p = split(flat, AttentionInputs, AttentionParams)
-        o, lse, qkv = attention_forward(x, p, spec)
+        (x, rows, inverse, heads, factor, spec, options), cut, p = split(flat, AttentionInputs, Cut, AttentionParams)
+        o, lse, qkv = attention_forward(x, p, spec, cut)
         saved = attention_saved(x, o, lse, qkv, rows, inverse, heads, spec, options.recompute)
-        ctx.save_for_backward(*saved, *Sampled(heads, factor), *p)
+        ctx.save_for_backward(*saved, *Sampled(heads, factor), *cut, *p)
         ctx.spec, ctx.dtype = spec, x.dtype
         ctx.options = options
         y = attention_output(o, p, spec)
@@ -311,8 +296,8 @@ class _AttentionBranch(torch.autograd.Function):
     @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         # Read once: checkpointing unpacks each tensor a single time.
-        saved, (heads, factor), p = split(ctx.saved_tensors, AttentionSaved, Sampled, AttentionParams)
-        _, needs = split(ctx.needs_input_grad, AttentionInputs, AttentionParams)
+        saved, (heads, factor), cut, p = split(ctx.saved_tensors, AttentionSaved, Sampled, Cut, AttentionParams)
+        _, _, needs = split(ctx.needs_input_grad, AttentionInputs, Cut, AttentionParams)
         spec, dtype, shape, dy = ctx.spec, saved.o.dtype, dy.shape, R.flat(dy)
         kept_p, kept_spec = (p, spec) if heads is None else select_heads(p, spec, heads)
         steps = device_of(saved.x).steps(saved.x, attention_columns(kept_p, spec))
@@ -323,9 +308,10 @@ class _AttentionBranch(torch.autograd.Function):
         cast_weights = AttentionWeights(*steps.cast(dtype, kept_p.qkv_weight, kept_p.qkv_bias, kept_p.proj_weight))
         dx, products = attention_input_backward(
             steps, kept_dy, saved, cast_weights, kept_p, kept_spec, needs,
-            kept=None, base=dy, scope=ctx.options.scope, dtype=ctx.dtype,
+            kept=None, base=dy, scope=ctx.options.scope, dtype=ctx.dtype, cut=cut,
         )  # fmt: skip
         grads = attention_gradients(products, steps.totals(), kept_p, needs)
         if heads is not None:
             grads = scatter_heads(grads, p, spec, heads)
-        return *AttentionInputs(dx.view(shape)), *parameter_gradients(grads, p, needs, ctx.options.weight_scale)
+        found = parameter_gradients(grads, p, needs, ctx.options.weight_scale)
+        return *AttentionInputs(dx.view(shape)), *NO_WINDOWS, *found

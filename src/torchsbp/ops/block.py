@@ -18,8 +18,6 @@ from .attention import (
     attention_forward,
     attention_gradients,
     attention_input_backward,
-    attention_last,
-    attention_output,
     attention_saved,
 )
 from .device import device_of
@@ -39,8 +37,9 @@ from .mlp import (
 )
 from .named import split
 from .once import once
+from .output import attention_last, attention_output
 from .steps import Affine, Steps
-from .window_attention import NO_WINDOWS, Cut
+from .window_attention import NO_WINDOWS, Cut, all_slots
 
 
 def transformer_block(
@@ -97,7 +96,7 @@ class _TransformerBlock(torch.autograd.Function):
         x, rows, inverse, factor1, factor2, spec1, spec2, options = inputs
         kept, place = rows, inverse
         if not spec1.rule.query_rows:  # attention keeps all rows, and all slots of its windows
-            kept, place, cut = None, None, Cut(cut.places, cut.regions)
+            kept, place, cut = None, None, all_slots(cut)
         o, lse, qkv = attention_forward(x, p1, spec1, cut)
         saved = attention_saved(x, o, lse, qkv, kept, place, None, spec1, options.recompute)
         y = attention_output(o, p1, spec1)

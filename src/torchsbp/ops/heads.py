@@ -16,9 +16,9 @@ from .window_attention import Cut, Padding
 
 
 class AttentionParams(NamedTuple):
-    """The parameters of an attention branch; ``qkv`` stacks the projections to queries, keys and values. ``post_norm``
-    comes behind the branch, which has no scale then. ``score_bias`` is added to the scores of a window,
-    ``[H, area, area]``; ``rope`` turns queries and keys."""
+    """The parameters of an attention branch; ``qkv`` stacks the projections to queries, keys and values.
+    ``inner_norm`` comes before the last projection, ``post_norm`` behind the branch, which has no scale then.
+    ``score_bias`` is added to the scores of a window, ``[H, area, area]``; ``rope`` turns queries and keys."""
 
     norm_weight: Grad
     norm_bias: Grad
@@ -31,6 +31,8 @@ class AttentionParams(NamedTuple):
     proj_weight: Tensor
     proj_bias: Grad
     scale: Grad = None
+    inner_norm_weight: Grad = None
+    inner_norm_bias: Grad = None
     post_norm_weight: Grad = None
     post_norm_bias: Grad = None
     score_bias: Grad = None
@@ -38,8 +40,8 @@ class AttentionParams(NamedTuple):
 
 
 class AttentionSpec(NamedTuple):
-    """What is static about the branch. ``qk_norm`` is None where queries and keys are not normalised, ``post_norm``
-    where there is none behind the branch; ``rotate_half`` says which pairs rotary embeddings turn."""
+    """What is static about the branch. Norms of queries and keys, before the last projection and behind the branch are
+    None where there are none; ``rotate_half`` says which pairs rotary embeddings turn."""
 
     heads: int
     softmax_scale: float
@@ -49,6 +51,7 @@ class AttentionSpec(NamedTuple):
     rule: Rule = RULES["query"]
     dtype: torch.dtype | None = None
     rotate_half: bool = False
+    inner_norm: Norm | None = None
     post_norm: Norm | None = None
 
 
@@ -205,6 +208,7 @@ def select_heads(p: AttentionParams, spec: AttentionSpec, heads: Tensor) -> tupl
             qkv_weight=weight.index_select(1, heads).flatten(0, 2),
             qkv_bias=None if bias is None else bias.view(3, spec.heads, -1).index_select(1, heads).flatten(),
             proj_weight=proj.index_select(1, heads).flatten(1),
+            score_bias=None if p.score_bias is None else p.score_bias.index_select(0, heads),
             rope=p.rope if p.rope is None or p.rope.dim() == 2 else p.rope.index_select(0, heads),
         ),
         spec._replace(heads=heads.shape[0]),
@@ -227,5 +231,6 @@ def scatter_heads(grads: AttentionParams, p: AttentionParams, spec: AttentionSpe
         qkv_weight=spread(grads.qkv_weight, p.qkv_weight, (*shape, channels), 1),
         qkv_bias=spread(grads.qkv_bias, p.qkv_bias, shape, 1),
         proj_weight=spread(grads.proj_weight, p.proj_weight, (p.proj_weight.shape[0], spec.heads, width), 1),
+        score_bias=None if p.score_bias is None else spread(grads.score_bias, p.score_bias, p.score_bias.shape, 0),
         rope=grads.rope if p.rope is None or p.rope.dim() == 2 else spread(grads.rope, p.rope, p.rope.shape, 0),
     )

@@ -83,7 +83,7 @@ def attention(
         assert p.score_bias is not None
         kept_keys = rows if spec.rule.key_rows else None
         o = window_attention(q, k, v, p.score_bias, padding_of(p, spec), cut, spec.softmax_scale, kept_keys)
-        return project_heads(o, None, p, spec)
+        return project_heads(o, heads if spec.rule.heads else None, p, spec)
     m = q @ k.transpose(-2, -1) * spec.softmax_scale
     if spec.rule.key_rows and rows is not None:
         m, v = drop_qkv(m, v, mask(rows, x.shape[:2])[:, None])
@@ -98,6 +98,10 @@ def drop_qkv(m: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
 
 def project_heads(o: Tensor, heads: Tensor | None, p: AttentionParams, spec: AttentionSpec) -> Tensor:
     """``γ ∘ (Σ_h o_h W_h + b)``; outside ``heads`` the contribution of a head is a constant."""
+    if spec.inner_norm is not None:
+        whole = o.transpose(1, 2).flatten(2)
+        whole = norm(whole, p.inner_norm_weight, p.inner_norm_bias, spec.inner_norm)
+        o = whole.unflatten(2, (spec.heads, -1)).transpose(1, 2)
     weights = p.proj_weight.unflatten(1, (spec.heads, -1))
     scale = 1 if p.scale is None else p.scale
     y = o.new_zeros(()) if p.proj_bias is None else p.proj_bias * scale

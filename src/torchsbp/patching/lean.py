@@ -20,6 +20,7 @@ from ..ops.heads import AttentionParams, AttentionSpec
 from ..ops.layers import COSINE, NO_NORM, BackwardOptions, autocast_dtype
 from ..ops.mlp import MLPParams, MLPSpec, mlp_branch
 from ..ops.rules import Rule
+from ..ops.window_attention import NO_WINDOWS, Cut, one_window
 from ..sampling.masks import Kept
 from .sampled import SampledBlock, Sampling, runs
 from .site import Strategy, original, refuse
@@ -40,7 +41,8 @@ class TransformerBlock(SampledBlock):
     def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return self.block(x, self.parts(module, x))
 
-    def block(self, x: Tensor, parts: BlockParts) -> Tensor:
+    def block(self, x: Tensor, parts: BlockParts, cut: Cut = NO_WINDOWS) -> Tensor:
+        """The op on ``x [B, N, C]``, its attention in windows where there are such."""
         attention, attention_spec, mlp, mlp_spec, factors = parts
         batch, positions = x.shape[:2]
         kept = self.sampling.kept(batch, positions)
@@ -48,9 +50,11 @@ class TransformerBlock(SampledBlock):
         if not attention_spec.rule.heads:
             return transformer_block(
                 x, kept.rows, attention, attention_spec, mlp, mlp_spec,
-                inverse=kept.inverse, factors=factors, options=options,
+                inverse=kept.inverse, factors=factors, options=options, cut=cut,
             )  # fmt: skip
-        x = attention_branch(x, None, attention, attention_spec, heads=kept.heads, factor=factors[0], options=options)
+        x = attention_branch(
+            x, None, attention, attention_spec, heads=kept.heads, factor=factors[0], options=options, cut=cut
+        )
         return mlp_branch(x, kept.rows, mlp, mlp_spec, inverse=kept.inverse, factor=factors[1], options=options)
 
     def parts(self, module: nn.Module, x: Tensor) -> BlockParts:
@@ -82,6 +86,28 @@ class RotaryBlock(TransformerBlock):
                 attention=attention, attention_spec=parts.attention_spec._replace(rotate_half=bool(half))
             )
         return self.block(x, parts)
+
+
+@runs(L.BiasedBlock)
+class BiasedBlock(TransformerBlock):
+    takes_arguments = True
+
+    def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        names: L.BiasedBlock = self.description
+        given = {name: kwargs.pop(name) for name in names.arguments if name in kwargs}
+        self.refuse_arguments(module, args, kwargs)
+        # Before stochastic depth is drawn: the bias may be random, and the block's own forward has this order.
+        bias, parts = names.score_bias(module, x.shape[1], **given), self.parts(module, x)
+        if bias is None:
+            return self.block(x, parts)
+        parts = parts._replace(attention=parts.attention._replace(score_bias=bias.flatten(0, -3)))
+        return self.block(x, parts, self.one_window(x))
+
+    def one_window(self, x: Tensor) -> Cut:
+        """Of all positions: that is where attention has a bias."""
+        batch, positions = x.shape[:2]
+        rows, shared = self.sampling.kept(batch, positions).rows, not self.sampling.masks.per_sample
+        return one_window(positions, rows, batch, shared, x.device)
 
 
 def rope_of(given: Any, n: int) -> Tensor:
@@ -201,14 +227,15 @@ def matrix(block: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
 def attention_of(block: nn.Module, parts: L.TransformerBlock, rule: Rule) -> tuple[AttentionParams, AttentionSpec]:
     norm, scale, post_norm = find(block, parts.norm1), find(block, parts.scale1), find(block, parts.post_norm1)
     q_norm, k_norm = find(block, parts.q_norm), find(block, parts.k_norm)
-    qkv, proj = qkv_of(block, parts), matrix(block, parts.proj)
-    params = AttentionParams(*affine(norm), *qkv, *affine(q_norm), *affine(k_norm), *proj, scale, *affine(post_norm))
+    qkv, inner_norm, proj = qkv_of(block, parts), find(block, parts.attention_norm), matrix(block, parts.proj)
+    norms = *affine(inner_norm), *affine(post_norm)
+    params = AttentionParams(*affine(norm), *qkv, *affine(q_norm), *affine(k_norm), *proj, scale, *norms)
     heads, softmax_scale = find(block, parts.heads), find(block, parts.softmax_scale)
     if softmax_scale is None:
         softmax_scale = (params.qkv_weight.shape[0] // (3 * heads)) ** -0.5
     fused = L.FUSED[find(block, parts.fused)]
     spec = AttentionSpec(heads, softmax_scale, L.norm_of(norm) or NO_NORM, L.norm_of(q_norm), fused, rule)
-    spec = spec._replace(post_norm=L.norm_of(post_norm))
+    spec = spec._replace(inner_norm=L.norm_of(inner_norm), post_norm=L.norm_of(post_norm))
     if not parts.logit_scale:
         return params, spec
     factor = L.cosine_factor(find(block, parts.logit_scale))
