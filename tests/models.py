@@ -184,6 +184,15 @@ TRANSFORMERS = {
     "transformers dinov2 with registers": lean_transformers(
         "Dinov2WithRegistersForImageClassification", num_register_tokens=2, **DINOV2
     ),
+    "transformers beit": lean_transformers(
+        "BeitForImageClassification",
+        same_bits=False,
+        drop_path="drop_path_rate",
+        use_relative_position_bias=True,
+        use_shared_relative_position_bias=True,
+        layer_scale_init_value=0.5,
+        **VIT,
+    ),
     "transformers clip": lean_transformers("CLIPForImageClassification", **TOWER),
     "transformers siglip": lean_transformers("SiglipForImageClassification", **TOWER),
     "transformers videomae": lean_transformers("VideoMAEForVideoClassification", same_bits=False, **VIDEOMAE),
@@ -241,7 +250,9 @@ def mixer(**options: Any) -> Tiny:
 learned_bias = partial(tokens, same_bits=False, rules=ALL)
 TOKENS = {
     "swiglu": tokens("vit_tiny_patch16_224", mlp_layer=SwiGLU, init_values=0.5, rules=ALL, same_bits=False),
-    "packed swiglu": tokens("vit_tiny_patch16_224", mlp_layer=SwiGLUPacked, scale_attn_norm=True, scale_mlp_norm=True),
+    "packed swiglu": tokens(
+        "vit_tiny_patch16_224", mlp_layer=SwiGLUPacked, scale_attn_norm=True, scale_mlp_norm=True, rules=NO_HEAD
+    ),
     "differential attention": tokens("vit_tiny_patch16_224", attn_layer="diff", qk_norm=True, embed_dim=48),
     "parallel": tokens("vit_tiny_patch16_224", block_fn=vit.ParallelThingsBlock, init_values=0.5),
     "one piece": tokens("vit_tiny_patch16_224", block_fn=vit.ParallelScalingBlock, qk_norm=True),
@@ -265,6 +276,7 @@ TOKENS = {
     "relative class token": learned_bias("vit_relpos_base_patch16_clsgap_224", qk_norm=True, rel_pos_type="bias"),
     "relative post norm": learned_bias("vit_relpos_small_patch16_rpn_224", rules=NO_HEAD),
     "shared relative": learned_bias("vit_srelpos_small_patch16_224", init_values=0.5),
+    "vit, own norm": tokens("vit_tiny_patch16_224", init_values=0.5, **OWN),
     "eva02, own norm": tokens("eva02_tiny_patch14_224", **OWN),
     "eva post norm, own norm": tokens("eva_giant_patch14_224", use_post_norm=True, use_rot_pos_emb=True, **OWN),
     "mixed rope, own norm": tokens("vit_small_patch16_rope_mixed_224", **OWN),

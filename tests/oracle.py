@@ -135,9 +135,11 @@ def attention_end(block: nn.Module, parts: Any) -> nn.Module:
 
 @contextmanager
 def hooked(module: nn.Module, change: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
-    """The module's output, or the first of its outputs, goes through ``change``; None leaves it as it is."""
+    """The module's output, or the first of its outputs, goes through ``change``; None leaves it as it is. Of a module
+    that both branches call, stochastic depth, that is the first call's."""
 
     def hook(module: nn.Module, args: Any, y: Any) -> Any:
+        handle.remove()
         if not isinstance(y, tuple):
             return change(y)
         changed = change(y[0])

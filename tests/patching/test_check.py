@@ -41,8 +41,8 @@ def test_a_missing_gradient_is_found(monkeypatch):
         return queries.attend(m, x, *queries.projections(m, x, everything.detach()))
 
     monkeypatch.setitem(queries.KEPT_QUERY_ATTENTION, "timm.layers.attention.Attention", forgetful)
-    model = torchsbp.apply(TOKENS["packed swiglu"].model(), keep_ratio=0.5)
-    found = torchsbp.check(model, TOKENS["packed swiglu"].images())
+    model = torchsbp.apply(TOKENS["vit, own norm"].model(), keep_ratio=0.5)
+    found = torchsbp.check(model, TOKENS["vit, own norm"].images())
     assert not found.passed
     assert found.forward == 0
     assert found.gradient > 1e-3

@@ -35,6 +35,7 @@ PER_SAMPLE_DROPS = (
     "torchvision.ops.stochastic_depth.StochasticDepth",
     "transformers.models.swin.modeling_swin.SwinDropPath",
     "transformers.models.swinv2.modeling_swinv2.Swinv2DropPath",
+    "transformers.models.beit.modeling_beit.BeitDropPath",
     "transformers.models.maskformer.modeling_maskformer_swin.MaskFormerDropPath",
     "transformers.models.convnext.modeling_convnext.ConvNextDropPath",
     "transformers.models.convnextv2.modeling_convnextv2.ConvNextV2DropPath",

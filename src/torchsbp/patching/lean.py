@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..adapters import lean as L
 from ..adapters import lora
 from ..adapters.names import find
+from ..errors import UsageError
 from ..ops.activations import GATED, activation_of
 from ..ops.attention import attention_branch
 from ..ops.block import transformer_block
@@ -62,7 +63,7 @@ class TransformerBlock(SampledBlock):
         names: L.TransformerBlock = self.description
         attention, attention_spec = attention_of(module, names, self.sampling.rule)
         mlp, mlp_spec = mlp_of(module, names.norm2, names)
-        mlp, post = mlp._replace(scale=find(module, names.scale2)), bool(names.post_norm1)
+        mlp, post = mlp._replace(scale=scale_of(module, names.scale2)), bool(names.post_norm1)
         factors = (
             drop_factor(find(module, names.drop1), x, attention.post_norm_weight if post else attention.scale),
             drop_factor(find(module, names.drop2), x, mlp.post_norm_weight if post else mlp.scale),
@@ -100,8 +101,17 @@ class BiasedBlock(TransformerBlock):
         bias, parts = names.score_bias(module, x.shape[1], **given), self.parts(module, x)
         if bias is None:
             return self.block(x, parts)
+        self.check_bias(module, bias, parts.attention_spec.heads, x.shape[1])
         parts = parts._replace(attention=parts.attention._replace(score_bias=bias.flatten(0, -3)))
         return self.block(x, parts, self.one_window(x))
+
+    def check_bias(self, module: nn.Module, bias: Tensor, heads: int, n: int) -> None:
+        if tuple(bias.shape) not in ((heads, n, n), (1, heads, n, n)) or not bias.is_floating_point():
+            raise UsageError(
+                f"{type(module).__name__} was called with a mask: {bias.dtype} {tuple(bias.shape)} is added to its "
+                f"scores. SBP supports what is the same for all samples, {(1, heads, n, n)}. Call without a mask, or "
+                "torchsbp.remove(model) to train with it."
+            )
 
     def one_window(self, x: Tensor) -> Cut:
         """Of all positions: that is where attention has a bias."""
@@ -225,7 +235,7 @@ def matrix(block: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
 
 
 def attention_of(block: nn.Module, parts: L.TransformerBlock, rule: Rule) -> tuple[AttentionParams, AttentionSpec]:
-    norm, scale, post_norm = find(block, parts.norm1), find(block, parts.scale1), find(block, parts.post_norm1)
+    norm, scale, post_norm = find(block, parts.norm1), scale_of(block, parts.scale1), find(block, parts.post_norm1)
     q_norm, k_norm = find(block, parts.q_norm), find(block, parts.k_norm)
     qkv, inner_norm, proj = qkv_of(block, parts), find(block, parts.attention_norm), matrix(block, parts.proj)
     norms = *affine(inner_norm), *affine(post_norm)
@@ -240,6 +250,12 @@ def attention_of(block: nn.Module, parts: L.TransformerBlock, rule: Rule) -> tup
         return params, spec
     factor = L.cosine_factor(find(block, parts.logit_scale))
     return params._replace(q_norm_weight=factor), spec._replace(softmax_scale=1.0, qk_norm=COSINE)
+
+
+def scale_of(block: nn.Module, name: str) -> Tensor | None:
+    """Layer scale; a block that has none may have a 1 in its place."""
+    found = find(block, name)
+    return found if isinstance(found, Tensor) else None
 
 
 def qkv_of(block: nn.Module, parts: L.TransformerBlock) -> tuple[Tensor, Tensor | None]:
