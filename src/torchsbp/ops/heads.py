@@ -55,6 +55,19 @@ class AttentionSpec(NamedTuple):
     post_norm: Norm | None = None
 
 
+class AttentionWeights(NamedTuple):
+    """What is multiplied and added, in the precision of products; ``proj_bias`` where the output is computed."""
+
+    qkv_weight: Tensor
+    qkv_bias: Grad
+    proj_weight: Tensor
+    proj_bias: Grad = None
+
+
+def attention_weights(p: AttentionParams) -> AttentionWeights:
+    return AttentionWeights(p.qkv_weight, p.qkv_bias, p.proj_weight, p.proj_bias)
+
+
 class QKV(NamedTuple):
     """Queries, keys, values ``[B, H, rows, D]``, before any norm of queries and keys."""
 

@@ -8,22 +8,22 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .device import weight_gradient
-from .heads import AttentionParams, AttentionSpec
+from .heads import AttentionParams, AttentionSpec, AttentionWeights
 from .layers import NO_NORM, Grad, cast, linear, norm, norm_again, norm_backward
 from .named import Needs
 from .steps import Affine, Cotangent, PostNormGradients, before_norm
 
 
-def attention_last(o: Tensor, p: AttentionParams, spec: AttentionSpec) -> Tensor:
+def attention_last(o: Tensor, p: AttentionParams, weights: AttentionWeights, spec: AttentionSpec) -> Tensor:
     """The branch's output, but for its scale."""
     if spec.inner_norm is not None:
         o = norm(o, p.inner_norm_weight, p.inner_norm_bias, spec.inner_norm, spec.dtype)
-    z = linear(o, p.proj_weight, p.proj_bias, spec.dtype)
+    z = linear(o, weights.proj_weight, weights.proj_bias, spec.dtype)
     return z if spec.post_norm is None else norm(z, p.post_norm_weight, p.post_norm_bias, spec.post_norm)
 
 
-def attention_output(o: Tensor, p: AttentionParams, spec: AttentionSpec) -> Tensor:
-    z = attention_last(o, p, spec)
+def attention_output(o: Tensor, p: AttentionParams, weights: AttentionWeights, spec: AttentionSpec) -> Tensor:
+    z = attention_last(o, p, weights, spec)
     return z if p.scale is None else z * p.scale
 
 
