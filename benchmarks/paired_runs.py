@@ -19,6 +19,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -29,13 +30,17 @@ T_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31,
 
 
 def shared_gpu() -> None:
-    """Start the multi-process service for the processes that follow."""
+    """Start the multi-process service for the processes that follow, if it works here."""
     control = shutil.which("nvidia-cuda-mps-control")
     if control is not None:
-        folder = Path("/tmp/mps")
+        folder = Path(tempfile.gettempdir()) / "mps"
         folder.mkdir(exist_ok=True)
-        os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
-        subprocess.run([control, "-d"], check=False)
+        service = {"CUDA_MPS_PIPE_DIRECTORY": str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
+        subprocess.run([control, "-d"], env=os.environ | service, check=False)
+        tried = [sys.executable, "-c", "import torch; torch.ones(1, device='cuda')"]
+        works = subprocess.run(tried, env=os.environ | service, check=False).returncode == 0
+        os.environ |= service if works else {}
+        print(f"multi-process service: {'used' if works else 'does not work here'}", flush=True)
 
 
 def started(recipe: str, arm: str, seed: int, out: Path, common: Sequence[str]) -> "subprocess.Popen[bytes]":

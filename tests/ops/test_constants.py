@@ -1,32 +1,56 @@
-"""Constants: made once for their arguments, held by who notes them, made anew where nothing may be kept."""
+"""Tensors that follow from shapes alone: made once, and held by who must hold them."""
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from torchsbp.ops.constants import noted, range_of
+from torchsbp.ops import constants
+from torchsbp.ops.constants import constant, holding
 
 CPU = torch.device("cpu")
 
 
-def test_it_is_made_once():
-    assert range_of(7, CPU) is range_of(7, CPU)
-    assert range_of(7, CPU).tolist() == [*range(7)]
-    assert range_of(8, CPU).shape == (8,)
+def counted():
+    made = []
+
+    @constant
+    def make(n, device):
+        made.append(n)
+        return torch.full((2,), n, device=device)
+
+    return make, made
 
 
-def test_a_simulation_gets_its_own():
-    kept = range_of(7, CPU)
-    with FakeTensorMode():
-        assert isinstance(range_of(7, CPU), FakeTensor)
-    assert range_of(7, CPU) is kept
+def test_a_constant_is_made_once():
+    make, made = counted()
+    assert make(3, CPU) is make(3, CPU)
+    assert make(4, CPU).tolist() == [4, 4]
+    assert made == [3, 4]
 
 
-def test_what_is_used_is_noted():
-    range_of(5, CPU)
-    with noted() as used:
-        found = range_of(6, CPU)
-        with noted() as inside:
-            range_of(5, CPU)
-    range_of(7, CPU)
-    assert [its.tolist() for its in used] == [found.tolist()]
-    assert [its.tolist() for its in inside] == [[*range(5)]]
+def test_the_oldest_are_let_go(monkeypatch):
+    monkeypatch.setattr(constants, "KEPT", 2)
+    make, made = counted()
+    for n in (1, 2, 3, 1):
+        assert make(n, CPU).tolist() == [n, n]
+    assert made == [1, 2, 3, 1]
+
+
+def test_a_compiler_makes_its_own():
+    make, _ = counted()
+    known = make(3, CPU)
+    found = torch.compile(lambda: make(3, CPU) + 0, backend="eager")()
+    assert found is not known
+    assert found.tolist() == [3, 3]
+
+
+def test_what_is_handed_out_is_held():
+    make, _ = counted()
+    first = make(1, CPU)
+    with holding() as outer:
+        make(1, CPU)
+        with holding() as inner:
+            second = make(2, CPU)
+        make(1, CPU)
+    make(3, CPU)
+    assert all(found is first for found in outer)
+    assert len(outer) == 2
+    assert inner == [second]

@@ -49,12 +49,16 @@ from .window_attention import NO_WINDOWS, Cut, Padding
 
 
 class AttentionWeights(NamedTuple):
-    """What backward multiplies by, in the precision of products; ``proj_bias`` where the output is computed again."""
+    """What is multiplied and added, in the precision of products; ``proj_bias`` where the output is computed."""
 
     qkv_weight: Tensor
     qkv_bias: Grad
     proj_weight: Tensor
     proj_bias: Grad = None
+
+
+def attention_weights(p: AttentionParams) -> AttentionWeights:
+    return AttentionWeights(p.qkv_weight, p.qkv_bias, p.proj_weight, p.proj_bias)
 
 
 class AttentionProducts(NamedTuple):
@@ -102,17 +106,17 @@ def attention_branch(
 
 
 def attention_forward(
-    x: Tensor, p: AttentionParams, spec: AttentionSpec, cut: Cut = NO_WINDOWS
+    x: Tensor, p: AttentionParams, weights: AttentionWeights, spec: AttentionSpec, cut: Cut = NO_WINDOWS
 ) -> tuple[Tensor, Tensor, QKV]:
-    """Attention output ``[B, N, H * D]`` before its projection, log-sum-exp ``[B, N, H]``, and Q, K, V."""
+    """Attention output ``[B, N, H * D]`` before its projection, log-sum-exp ``[B, H, N]``, and Q, K, V."""
     n = norm(x, p.norm_weight, p.norm_bias, spec.norm, spec.dtype)
-    qkv = QKV(*project(n, p.qkv_weight, p.qkv_bias, spec.heads))
+    qkv = QKV(*project(n, weights.qkv_weight, weights.qkv_bias, spec.heads))
     o, lse = attend_normalised(qkv, p, spec, cut)
-    return to_rows(o), lse.transpose(1, 2), qkv
+    return to_rows(o), lse, qkv
 
 
-def attention_output(o: Tensor, p: AttentionParams, spec: AttentionSpec) -> Tensor:
-    z = linear(o, p.proj_weight, p.proj_bias, spec.dtype)
+def attention_output(o: Tensor, p: AttentionParams, weights: AttentionWeights, spec: AttentionSpec) -> Tensor:
+    z = linear(o, weights.proj_weight, weights.proj_bias, spec.dtype)
     return z if p.scale is None else z * p.scale
 
 
@@ -128,13 +132,14 @@ def attention_saved(
     recompute: bool,
 ) -> AttentionSaved:
     """What backward needs of all this."""
-    device = device_of(x)
     if heads is not None:
         o = o.view(*o.shape[:2], spec.heads, -1).index_select(2, heads).flatten(2)
-        lse = lse.index_select(2, heads)
+        lse = lse.index_select(1, heads)
     kv_rows = rows if spec.rule.key_rows else None
-    x = device.save_rows(x, kv_rows, saved_dtype(x, spec.dtype, recompute)).view(x.shape[0], -1, x.shape[-1])
-    saved = AttentionSaved(x, device.save_rows(o, rows), R.take(lse, rows), None, None, None, rows, inverse)
+    dtype = saved_dtype(x, spec.dtype, recompute)
+    kept_x, o, lse = device_of(x).save_attention(x, o, lse, rows, dtype, spec.rule.key_rows)
+    x = kept_x.view(x.shape[0], -1, x.shape[-1])
+    saved = AttentionSaved(x, o, lse, None, None, None, rows, inverse)
     if recompute:
         return saved
     q, k, v = (t if heads is None else t.index_select(1, heads) for t in qkv)
@@ -162,13 +167,14 @@ def attention_backward(
     """From the cotangent of queries and normalised ``x [B * m, C]``: its gradient, what to add to it at the query rows,
     and the products for the weights.
 
-    Rows of ``dy``, ``o [B * k, H * D]`` and ``lse [B * k, H]`` are the queries; ``rows`` says which rows of x they are
-    (None: all of them, in order). All rows of x are keys and values. Q, K, V are recomputed unless saved.
+    Rows of ``dy``, ``o [B * k, H * D]`` and ``lse [B, H, k]`` are the queries; ``rows`` says which rows of x they are
+    (None: all of them, in order), ``n.y_kept`` has them. All rows of x are keys and values. Q, K, V are recomputed
+    unless saved.
     """
     weight, bias, proj_weight, _ = cast_weights
     samples, heads, width = saved.x.shape[0], spec.heads, weight.shape[0] // 3
     do, last = dy.dz @ proj_weight, weight_gradient(dy.dy, saved.o, p.proj_weight, needs.proj_weight or needs.scale)
-    n_q = R.take(n.y, rows)
+    n_q = n.y_kept
     if saved.q is not None:
         qkv = QKV(saved.q, saved.k, saved.v)
     else:
@@ -178,10 +184,9 @@ def attention_backward(
         else:
             qkv = project_kept(n_q.view(samples, -1, n_q.shape[1]), n_kv, weight, bias, heads)
 
-    lse = saved.lse.view(samples, -1, heads).transpose(1, 2)
     do, o = to_heads(do, samples, heads), to_heads(saved.o, samples, heads)
     p = p._replace(qkv_bias=bias)
-    dqkv, of_heads = attend_normalised_backward(do, qkv, o, lse, saved.rows, cut, p, spec, needs)
+    dqkv, of_heads = attend_normalised_backward(do, qkv, o, saved.lse, saved.rows, cut, p, spec, needs)
     del qkv, do, o
     dq, dk, dv = (R.flat(to_rows(g)).to(n.y.dtype) for g in dqkv)
     del dqkv
@@ -190,10 +195,9 @@ def attention_backward(
         d = steps.stack(dq, dk, dv, total="attention_qkv")
         dw = weight_gradient(d, n.y, p.qkv_weight, needs.qkv_weight)
         return d @ weight, None, AttentionProducts(dw, last, of_heads)
-    steps.stack(dq, total="attention_qkv")
-    d = steps.stack(dk, dv, total="attention_qkv")
-    products = [weight_gradient(g, m, p.qkv_weight, needs.qkv_weight) for g, m in ((dq, n_q), (d, n.y))]
-    dw = torch.cat([t for t in products if t is not None]) if needs.qkv_weight else None
+    d, dw = steps.stack(dk, dv, apart=dq, total="attention_qkv"), None
+    if needs.qkv_weight:
+        dw = device_of(d).weight_gradient(p.qkv_weight, (dq, n_q), (d, n.y))
     return d @ weight[width:], dq @ weight[:width], AttentionProducts(dw, last, of_heads)
 
 
@@ -216,7 +220,7 @@ def attention_input_backward(
     rows (None: ``base`` there too), ``base`` elsewhere unless the scope is "block"."""
     x_rows = None if spec.rule.key_rows else saved.rows  # which rows of the saved x are the kept ones
     affine = Affine(p.norm_weight, p.norm_bias, spec.norm)
-    n = steps.normalise(R.flat(saved.x), affine, spec.dtype, after=base)
+    n = steps.normalise(R.flat(saved.x), affine, spec.dtype, after=base, kept=x_rows, inverse=saved.inverse)
     dn, dn_kept, products = attention_backward(steps, dy, n, x_rows, saved, cast_weights, p, spec, needs, cut)
     dx = steps.norm_backward_input(
         dn, n, affine, dtype, rows=saved.rows, inverse=saved.inverse, size=base.shape[0],
@@ -280,12 +284,13 @@ class _AttentionBranch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *flat: Any) -> Tensor:
         (x, rows, inverse, heads, factor, spec, options), p = split(flat, AttentionInputs, AttentionParams)
-        o, lse, qkv = attention_forward(x, p, spec)
+        weights = AttentionWeights(*device_of(x).cast(spec.dtype, *attention_weights(p)))
+        o, lse, qkv = attention_forward(x, p, weights, spec)
         saved = attention_saved(x, o, lse, qkv, rows, inverse, heads, spec, options.recompute)
         ctx.save_for_backward(*saved, *Sampled(heads, factor), *p)
         ctx.spec, ctx.dtype = spec, x.dtype
         ctx.options = options
-        y = attention_output(o, p, spec)
+        y = attention_output(o, p, weights, spec)
         if factor is not None:
             y = y * factor.view(-1, 1, 1)
         return x + y
@@ -298,12 +303,13 @@ class _AttentionBranch(torch.autograd.Function):
         _, needs = split(ctx.needs_input_grad, AttentionInputs, AttentionParams)
         spec, dtype, shape, dy = ctx.spec, saved.o.dtype, dy.shape, R.flat(dy)
         kept_p, kept_spec = (p, spec) if heads is None else select_heads(p, spec, heads)
-        steps = device_of(saved.x).steps(saved.x, attention_columns(kept_p))
+        device = device_of(saved.x)
+        steps = device.steps(saved.x, attention_columns(kept_p))
         weight = ctx.options.row_weight
         kept_dy = steps.cotangent(
             dy, saved.rows, factor, p.scale, shape[0], dtype, total="attention_output", weight=weight
         )
-        cast_weights = AttentionWeights(*steps.cast(dtype, kept_p.qkv_weight, kept_p.qkv_bias, kept_p.proj_weight))
+        cast_weights = AttentionWeights(*device.cast(dtype, *attention_weights(kept_p)[:3]))
         dx, products = attention_input_backward(
             steps, kept_dy, saved, cast_weights, kept_p, kept_spec, needs,
             kept=None, base=dy, scope=ctx.options.scope, dtype=ctx.dtype,

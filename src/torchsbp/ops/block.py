@@ -20,6 +20,7 @@ from .attention import (
     attention_input_backward,
     attention_output,
     attention_saved,
+    attention_weights,
 )
 from .device import device_of
 from .heads import AttentionParams, AttentionSpec
@@ -97,13 +98,16 @@ class _TransformerBlock(torch.autograd.Function):
         kept, place = rows, inverse
         if not spec1.rule.query_rows:  # attention keeps all rows, and all slots of its windows
             kept, place, cut = None, None, Cut(cut.places, cut.regions)
-        o, lse, qkv = attention_forward(x, p1, spec1, cut)
+        device = device_of(x)
+        weights = device.cast(spec1.dtype, *attention_weights(p1), *mlp_weights(p2))
+        weights1, weights2 = split(weights, AttentionWeights, MLPWeights)
+        o, lse, qkv = attention_forward(x, p1, weights1, spec1, cut)
         saved = attention_saved(x, o, lse, qkv, kept, place, None, spec1, options.recompute)
-        y = attention_output(o, p1, spec1)
+        y = attention_output(o, p1, weights1, spec1)
         x = x + (y if factor1 is None else y * factor1.view(-1, 1, 1))
-        h = mlp_hidden(x, p2, spec2)
-        kept_h = None if options.recompute else device_of(h).save_rows(h, rows)
-        y = mlp_output(h, p2, spec2)
+        h = mlp_hidden(x, p2, weights2, spec2)
+        kept_h = None if options.recompute else device.save_rows(h, rows)
+        y = mlp_output(h, p2, weights2, spec2)
         ctx.save_for_backward(*saved, *BlockSaved(rows, inverse, kept_h, factor1, factor2), *cut, *p1, *p2)
         ctx.attention_spec, ctx.mlp_spec, ctx.dtype = spec1, spec2, x.dtype
         ctx.options = options
@@ -119,12 +123,13 @@ class _TransformerBlock(torch.autograd.Function):
         rows, inverse, h, factor1, factor2 = more
         spec1, spec2 = ctx.attention_spec, ctx.mlp_spec
         shape, samples, dtype, dy = dy.shape, dy.shape[0], saved.o.dtype, R.flat(dy)
-        steps = device_of(saved.x).steps(saved.x, mlp_columns(p2) + attention_columns(p1))
+        device = device_of(saved.x)
+        steps = device.steps(saved.x, mlp_columns(p2) + attention_columns(p1))
 
         weight = ctx.options.row_weight
         kept_dy = steps.cotangent(dy, rows, factor2, p2.scale, samples, dtype, total="mlp_output", weight=weight)
-        weights = AttentionWeights(p1.qkv_weight, p1.qkv_bias, p1.proj_weight, p1.proj_bias)
-        weights1, weights2 = split(steps.cast(dtype, *weights, *mlp_weights(p2)), AttentionWeights, MLPWeights)
+        weights = device.cast(dtype, *attention_weights(p1), *mlp_weights(p2)[:3], None)
+        weights1, weights2 = split(weights, AttentionWeights, MLPWeights)
         affine = mlp_norm(p2, spec2)
         middle = middle_again(steps, saved, rows, weights1, p1, spec1, factor1, affine, dy)
         dn, products2 = mlp_backward(steps, kept_dy, middle, h, weights2, p2, spec2, needs2)

@@ -5,7 +5,7 @@ On a GPU it takes the CPU longer to launch the small kernels that draw a mask th
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -13,37 +13,43 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 Made = TypeVar("Made")
-_used: list[Any] = []
-_noting = False
+KEPT = 128
+"""of every function, the last ones that were made"""
+_held: list[Any] | None = None
 
 
 def constant(make: Callable[..., Made]) -> Callable[..., Made]:
-    """The function, of arguments that can be hashed and a device; run once for them, but not for a compiler or a
-    simulation."""
-    kept = lru_cache(maxsize=128)(make)
+    """The function, of arguments that can be hashed and a device; run once for them, but not for a compiler, a
+    simulation or a CUDA graph of the user's, which may outlive what is kept here."""
+    known: dict[tuple[Any, ...], Made] = {}
 
     @wraps(make)
     def made(*args: Any) -> Made:
         if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
             return make(*args)
-        found = kept(*args)
-        if _noting:
-            _used.append(found)
-        return found
+        captured = args[-1].type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if captured and (_held is None or args not in known):
+            return make(*args)
+        if args not in known:
+            known[args] = make(*args)
+            if len(known) > KEPT:
+                del known[next(iter(known))]
+        if _held is not None:
+            _held.append(known[args])
+        return known[args]
 
     return made
 
 
 @contextmanager
-def noted() -> Iterator[list[Any]]:
-    """What is used inside. A CUDA graph reads constants where they lay when it was captured: it has to hold them, or
-    another tensor may come to lie there when they are kept no longer."""
-    global _used, _noting
-    before, _used, _noting = (_used, _noting), [], True
+def holding() -> Iterator[list[Any]]:
+    """Has what was handed out inside: a graph that reads it must hold it."""
+    global _held
+    before, _held = _held, []
     try:
-        yield _used
+        yield _held
     finally:
-        _used, _noting = before
+        _held = before
 
 
 @constant

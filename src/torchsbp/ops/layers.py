@@ -109,12 +109,13 @@ def norm(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype |
 
 
 class Normed(NamedTuple):
-    """A norm computed for backward: its output, and what its own backward needs."""
+    """A norm computed for backward: its output, what its own backward needs, and some rows of the output apart."""
 
     y: Tensor
     x: Tensor
     mean: Grad
     rstd: Tensor
+    y_kept: Any = None
 
 
 def norm_again(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype | None) -> Normed:

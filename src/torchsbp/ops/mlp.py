@@ -57,11 +57,12 @@ class MLPSpec(NamedTuple):
 
 
 class MLPWeights(NamedTuple):
-    """What backward multiplies by, in the precision of products."""
+    """What is multiplied and added, in the precision of products; ``bias2`` where the output is computed."""
 
     weight1: Tensor
     bias1: Grad
     weight2: Tensor
+    bias2: Grad = None
 
 
 class MLPProducts(NamedTuple):
@@ -91,23 +92,24 @@ def mlp_branch(
     return _MLPBranch.apply(*MLPInputs(x, rows, inverse, factor, spec, residual, options), *params)
 
 
-def mlp_hidden(x: Tensor, p: MLPParams, spec: MLPSpec) -> Tensor:
+def mlp_hidden(x: Tensor, p: MLPParams, weights: MLPWeights, spec: MLPSpec) -> Tensor:
     """The hidden layer before its activation."""
-    return linear(norm(x, p.norm_weight, p.norm_bias, spec.norm, spec.dtype), p.weight1, p.bias1, spec.dtype)
+    n = norm(x, p.norm_weight, p.norm_bias, spec.norm, spec.dtype)
+    return linear(n, weights.weight1, weights.bias1, spec.dtype)
 
 
-def mlp_output(h: Tensor, p: MLPParams, spec: MLPSpec) -> Tensor:
+def mlp_output(h: Tensor, p: MLPParams, weights: MLPWeights, spec: MLPSpec) -> Tensor:
     """The branch's output from its hidden layer."""
     g = activation_named(spec.act).forward(h)
     if spec.inner_norm is not None:
         g = norm(g, p.inner_norm_weight, p.inner_norm_bias, spec.inner_norm, spec.dtype)
-    z = linear(g, p.weight2, p.bias2, spec.dtype)
+    z = linear(g, weights.weight2, weights.bias2, spec.dtype)
     del g  # the widest there is: not beside what follows
     return z if p.scale is None else z * p.scale
 
 
 def mlp_weights(p: MLPParams) -> MLPWeights:
-    return MLPWeights(p.weight1, p.bias1, p.weight2)
+    return MLPWeights(p.weight1, p.bias1, p.weight2, p.bias2)
 
 
 def mlp_norm(p: MLPParams, spec: MLPSpec) -> Affine:
@@ -132,7 +134,7 @@ def mlp_backward(
 ) -> tuple[Tensor, MLPProducts]:
     """From normalised kept rows: their gradient, and the products for the weights. ``h`` is the hidden layer,
     recomputed unless given."""
-    weight1, bias1, weight2 = cast_weights
+    weight1, bias1, weight2, _ = cast_weights
     overwrite = h is None
     if h is None:
         h = linear(n.y, weight1, bias1, None)
@@ -194,7 +196,8 @@ class _MLPBranch(torch.autograd.Function):
     def forward(ctx: Any, *flat: Any) -> Tensor:
         (x, rows, inverse, factor, spec, residual, options), p = split(flat, MLPInputs, MLPParams)
         device = device_of(x)
-        h = mlp_hidden(x, p, spec)
+        weights = MLPWeights(*device.cast(spec.dtype, *mlp_weights(p)))
+        h = mlp_hidden(x, p, weights, spec)
         saved = MLPSaved(
             x=device.save_rows(x, rows, saved_dtype(x, spec.dtype, options.recompute)),
             h=None if options.recompute else device.save_rows(h, rows),
@@ -205,7 +208,7 @@ class _MLPBranch(torch.autograd.Function):
         ctx.save_for_backward(*saved, *p)
         ctx.spec, ctx.residual, ctx.dtype = spec, residual, x.dtype
         ctx.options = options
-        y = mlp_output(h, p, spec)
+        y = mlp_output(h, p, weights, spec)
         if factor is not None:
             y = y * factor.view(-1, *[1] * (x.dim() - 1))
         return x + y if residual else y
@@ -217,10 +220,11 @@ class _MLPBranch(torch.autograd.Function):
         (x, h, rows, inverse, factor), p = split(ctx.saved_tensors, MLPSaved, MLPParams)
         _, needs = split(ctx.needs_input_grad, MLPInputs, MLPParams)
         spec, shape, dy = ctx.spec, dy.shape, R.flat(dy)
-        steps, affine = device_of(x).steps(x, mlp_columns(p)), mlp_norm(p, spec)
+        device, affine = device_of(x), mlp_norm(p, spec)
+        steps = device.steps(x, mlp_columns(p))
 
         n = steps.normalise(R.flat(x), affine, spec.dtype, after=dy)
-        cast_weights = MLPWeights(*steps.cast(n.y.dtype, *mlp_weights(p)))
+        cast_weights = MLPWeights(*device.cast(n.y.dtype, *mlp_weights(p)[:3]))
         weight = ctx.options.row_weight
         kept_dy = steps.cotangent(dy, rows, factor, p.scale, shape[0], n.y.dtype, total="mlp_output", weight=weight)
         dn, products = mlp_backward(steps, kept_dy, n, h, cast_weights, p, spec, needs)

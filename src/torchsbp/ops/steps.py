@@ -6,7 +6,7 @@ all, in order), ``dtype`` is the precision of matrix products. A step that leave
 bias or a norm, takes its name: ``total``.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,10 +41,6 @@ class Steps:
         """The sums over rows that the steps have left, by name. A norm's are ``<name>_weight`` and ``<name>_bias``."""
         return self._totals
 
-    def cast(self, dtype: torch.dtype, *tensors: Grad) -> list[Any]:
-        """The tensors in the given precision."""
-        return [t if t is None or t.dtype == dtype else t.to(dtype) for t in tensors]
-
     def cotangent(
         self,
         dy: Tensor,
@@ -78,15 +74,19 @@ class Steps:
         scale: Grad = None,
         factor: Grad = None,
         samples: int = 1,
+        kept: R.Rows = None,
+        inverse: Grad = None,
     ) -> Normed:
-        """The norm of ``x[rows] + factor · scale ∘ branch``, with what its backward needs; computed after ``after``."""
+        """The norm of ``x[rows] + factor · scale ∘ branch``, with what its backward needs; computed after ``after``.
+        ``y_kept`` are its rows ``kept``, whose ``inverse`` may be at hand."""
         x = R.take(R.after(after, x), rows)
         if branch is None:
-            return norm_again(x, *norm, dtype)
+            n = norm_again(x, *norm, dtype)
+            return n._replace(y_kept=R.take(n.y, kept))
         wide = x if norm.weight is None else x.to(norm.weight.dtype)
         wide = wide + R.per_sample(branch if scale is None else branch * scale, factor)
-        normed = norm_again(wide, *norm, dtype)
-        return normed._replace(x=wide.to(x.dtype))
+        n = norm_again(wide, *norm, dtype)
+        return n._replace(x=wide.to(x.dtype), y_kept=R.take(n.y, kept))
 
     def activation(self, h: Tensor, dg: Tensor, name: str, overwrite: bool, *, total: str) -> tuple[Tensor, Tensor]:
         """For ``g = act(h)``: g and dh. dg may be overwritten, and h too if that is said. Total: Σ dh."""
@@ -95,11 +95,11 @@ class Steps:
         self._totals[total] = dh.sum(0)
         return g, dh
 
-    def stack(self, *parts: Tensor, total: str) -> Tensor:
-        """The columns of several matrices side by side. Total: Σ of them, behind what a stack of that name has left."""
-        stacked = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-        found, before = stacked.sum(0), self._totals.get(total)
-        self._totals[total] = found if before is None else torch.cat([before, found])
+    def stack(self, *parts: Tensor, apart: Grad = None, total: str) -> Tensor:
+        """The columns of several matrices side by side. Total: Σ of them, behind that of one that stays ``apart``."""
+        stacked = torch.cat(parts, 1)
+        found = stacked.sum(0)
+        self._totals[total] = found if apart is None else torch.cat([apart.sum(0), found])
         return stacked
 
     def norm_backward_middle(

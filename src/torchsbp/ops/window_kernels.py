@@ -14,8 +14,8 @@ import triton.language as tl
 from .window_attention import MASKED
 
 ACROSS = tl.constexpr(MASKED)
-jit = triton.jit(do_not_specialize=["n", "rows", "columns", "heads", "windows", "batch", "samples"])
-"""Compiled once for all stages of a model: what differs between them are counts, which no address is aligned by."""
+COUNTS = ["n", "rows", "columns", "heads", "windows", "batch", "samples"]
+"""what differs between the stages of a model: no address is aligned by it, and a kernel is compiled once for all"""
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def store_rows(x, first, place, is_row, head, d, value, heads, D: tl.constexpr):
     tl.store(at + place[:, None] * (heads * D) + d[None, :], value.to(x.dtype.element_ty), here)
 
 
-@jit
+@triton.jit(do_not_specialize=COUNTS)
 def window_forward(
     q, k, v, bias, pad_k, pad_v, table, regions, o, lse, q_row, k_row, v_row, n, heads, windows, batch, samples, scale,
     AREA: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, HAS_REGIONS: tl.constexpr,
@@ -105,7 +105,7 @@ def window_forward(
         tl.store(lse + (first + place_q) * heads + head, highest + tl.log(total), asks)
 
 
-@jit
+@triton.jit(do_not_specialize=COUNTS)
 def window_backward(
     do, q, k, v, o, lse, bias, pad_k, pad_v, table_q, table_k, slots, regions, dq, dk, dv, d_pad_k, d_pad_v, d_bias,
     do_row, q_row, k_row, v_row, o_row, rows, columns, heads, windows, batch, samples, scale,
@@ -178,7 +178,7 @@ def window_backward(
         tl.atomic_add(at, d_scores, asks[:, None] & seen[None, :], sem="relaxed")
 
 
-@jit
+@triton.jit(do_not_specialize=COUNTS)
 def window_backward_queries(
     do, q, k, v, o, lse, bias, pad_k, pad_v, table_q, table_k, slots, regions, dq, d_bias,
     do_row, q_row, k_row, v_row, o_row, rows, columns, heads, windows, scale,

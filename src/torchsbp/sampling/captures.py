@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from ..ops.constants import noted
+from ..ops.constants import holding
 
 Drawn = TypeVar("Drawn")
 HELD = 32
@@ -33,12 +33,14 @@ class Part(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A tree whose tensors are bytes, one behind the other: ``parts`` has a place for each, ``leaves`` what is none."""
+    """A tree whose tensors are bytes, one behind the other: ``parts`` has a place for each, ``leaves`` what is none.
+    ``constants`` are held."""
 
     content: Tensor
     parts: list[Part | None]
     leaves: list[Any]
     spec: Any
+    constants: list[Any]
 
     def copy(self) -> Any:
         """The tree, with tensors of its own: what is packed may change afterwards."""
@@ -50,10 +52,10 @@ class Packed(NamedTuple):
         return tree_unflatten(leaves, self.spec)
 
 
-def pack(tree: Any, other: Any, device: torch.device) -> Packed:
-    """Tensors that another tree has too never change: they stay as they are. What is there twice is packed once."""
+def pack(tree: Any, constants: list[Any], device: torch.device) -> Packed:
+    """Constants stay as they are. What is there twice is packed once."""
     leaves, spec = tree_flatten(tree)
-    constant = {id(leaf) for leaf in tree_leaves(other)}
+    constant = {id(leaf) for leaf in tree_leaves(constants)}
     packed: dict[int, tuple[Tensor, Part]] = {}
     end = 0
     for leaf in leaves:
@@ -66,16 +68,15 @@ def pack(tree: Any, other: Any, device: torch.device) -> Packed:
         content[part.begin : part.end].view(part.dtype).view(part.shape).copy_(leaf)
     parts = [packed[id(leaf)][1] if id(leaf) in packed else None for leaf in leaves]
     rest = [leaf if part is None else None for leaf, part in zip(leaves, parts, strict=True)]
-    return Packed(content, parts, rest, spec)
+    return Packed(content, parts, rest, spec, constants)
 
 
 class Captured(NamedTuple):
-    """A graph, what it draws, where it reads the images' sizes, and the constants that it reads."""
+    """A graph, what it draws, and where it reads the images' sizes."""
 
     graph: torch.cuda.CUDAGraph
     packed: Packed
     sizes: Tensor | None
-    constants: list[Any]
 
     def drawn(self, sizes: Tensor | None) -> Any:
         if self.sizes is not None:
@@ -118,13 +119,13 @@ class Captures:
         """All graphs share memory: what one has drawn is copied before another runs."""
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         own = None if sizes is None else sizes.clone()
-        graph, aside, other = torch.cuda.CUDAGraph(), torch.cuda.Stream(stream.device), draw(own)
+        graph, aside = torch.cuda.CUDAGraph(), torch.cuda.Stream(stream.device)
         aside.wait_stream(stream)
-        with torch.cuda.stream(aside), noted() as constants:
+        with torch.cuda.stream(aside), holding() as constants:
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
-                packed = pack(draw(own), other, stream.device)
+                packed = pack(draw(own), constants, stream.device)
             finally:
                 graph.capture_end()
         stream.wait_stream(aside)
-        return Captured(graph, packed, own, constants)
+        return Captured(graph, packed, own)

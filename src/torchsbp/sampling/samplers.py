@@ -121,7 +121,10 @@ def shuffle(order: Tensor, counts: Sequence[int], key: Tensor) -> Tensor:
 @constant
 def _stretches(n: int, counts: tuple[int, ...], device: torch.device) -> Tensor:
     """In the upper 32 bits, how many of the counts lie before a place in an order, ``[n]``."""
-    return sum(torch.arange(n, device=device).ge(k).long() for k in set(counts)) << 32
+    found = torch.zeros(n, dtype=torch.int64, device=device)
+    for k in set(counts):
+        found += torch.arange(n, device=device) >= k
+    return found << 32
 
 
 def balanced(order: Tensor, counts: Sequence[int], samples: int) -> Tensor:
