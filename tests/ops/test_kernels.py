@@ -22,14 +22,14 @@ from torchsbp.ops.kernel_steps import (
     scaled_last_layer,
     take_rows,
 )
-from torchsbp.ops.layers import BackwardOptions, Norm, last_layer_gradients, norm_again
+from torchsbp.ops.layers import NO_NORM, BackwardOptions, Norm, last_layer_gradients, norm_again
 from torchsbp.ops.mlp import MLPSpec, mlp_branch
 from torchsbp.ops.rotary import rotate, rotate_backward
 from torchsbp.ops.rows import RowWeight, inverse
 from torchsbp.ops.rules import RULES
 from torchsbp.ops.steps import Affine, Steps
 
-from .helpers import attention_params, downsample_params, gradients, kept_rows, mlp_params
+from .helpers import attention_params, downsample_params, gradients, kept_rows, mlp_params, post_norm
 
 pytest.importorskip("triton")
 
@@ -338,7 +338,7 @@ B, SIDE, WIDTH, HEADS = 2, 6, 48, 3
 @pytest.mark.parametrize("scope", ["branch", "block"])
 @pytest.mark.parametrize("rule", ["query", "qkv", "exact"])
 @pytest.mark.parametrize("ratio", [1.0, 0.3])
-@pytest.mark.parametrize("op", ["block", "attention", "mlp", "convnext"])
+@pytest.mark.parametrize("op", ["block", "post-norm block", "attention", "mlp", "convnext"])
 def test_ops_take_the_same_gradients_from_the_kernels(op, ratio, rule, scope, recompute):
     """Float32, whole ops: this is what the arguments of each step are."""
     if op in ("mlp", "convnext") and rule != "query":
@@ -346,18 +346,23 @@ def test_ops_take_the_same_gradients_from_the_kernels(op, ratio, rule, scope, re
     x = randn(B, SIDE * SIDE, WIDTH).requires_grad_()
     p1 = on_device(attention_params(WIDTH, HEADS, dtype=torch.float32))
     p2 = on_device(mlp_params(WIDTH, 2 * WIDTH, dtype=torch.float32))
+    post1, post2 = post_norm(p1), post_norm(p2)
     rows, spec = kept_rows(B, SIDE * SIDE, ratio), AttentionSpec(HEADS, 0.25, rule=RULES[rule])
     weight = RowWeight(1 / ratio, 1) if scope == "branch" else None
     rows = None if rows is None else rows.to(DEVICE)
     options = BackwardOptions(scope, recompute, row_weight=None if rows is None else weight)
     factor = torch.tensor([0.5, 2.0], device=DEVICE)
+    factors = {"factors": (factor, factor), "options": options}
+    post = spec._replace(norm=NO_NORM, post_norm=Norm()), MLPSpec(NO_NORM, post_norm=Norm())
     run = {
-        "block": lambda: transformer_block(x, rows, p1, spec, p2, MLPSpec(), factors=(factor, factor), options=options),
+        "block": lambda: transformer_block(x, rows, p1, spec, p2, MLPSpec(), **factors),
+        "post-norm block": lambda: transformer_block(x, rows, post1, post[0], post2, post[1], **factors),
         "attention": lambda: attention_branch(x, rows, p1, spec, factor=factor, options=options),
         "mlp": lambda: mlp_branch(x, rows, p2, factor=factor, options=options),
         "convnext": lambda: mlp_branch(x, rows, p2, factor=factor, residual=False, options=options),
     }[op]
-    leaves = {"block": (x, *p1, *p2), "attention": (x, *p1)}.get(op, (x, *p2))
+    blocks = {"block": (x, *p1, *p2), "post-norm block": (x, *post1, *post2)}
+    leaves = {**blocks, "attention": (x, *p1)}.get(op, (x, *p2))
     compare(run, leaves)
 
 

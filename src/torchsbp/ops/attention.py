@@ -5,8 +5,9 @@
 - Rule "head": all rows, but only the contribution of the kept heads.
 - Rule "exact": everything.
 
-The probabilities are those of the full softmax in all of them. Saved: the attention output and log-sum-exp of kept rows
-(heads), and x: all rows where K and V of all rows are needed, kept rows under "qkv".
+The probabilities are those of the full softmax in all of them. The norm may be behind the branch instead of before it.
+Saved: the attention output and log-sum-exp of kept rows (heads), and x: all rows where K and V of all rows are needed,
+kept rows under "qkv".
 """
 
 from typing import Any, NamedTuple
@@ -20,9 +21,11 @@ from .heads import (
     QKV,
     AttentionParams,
     AttentionSpec,
+    AttentionWeights,
     HeadGradients,
     attend_normalised,
     attend_normalised_backward,
+    attention_weights,
     project,
     project_kept,
     scatter_heads,
@@ -36,36 +39,24 @@ from .layers import (
     Grad,
     Normed,
     autocast_dtype,
-    linear,
     norm,
+    norm_columns,
     parameter_gradients,
     saved_dtype,
 )
 from .named import Needs, split
 from .once import once
+from .output import OutputProducts, attention_output, output_backward
 from .steps import Affine, Cotangent, Steps
-from .window_attention import NO_WINDOWS, Cut, Padding
-
-
-class AttentionWeights(NamedTuple):
-    """What is multiplied and added, in the precision of products; ``proj_bias`` where the output is computed."""
-
-    qkv_weight: Tensor
-    qkv_bias: Grad
-    proj_weight: Tensor
-    proj_bias: Grad = None
-
-
-def attention_weights(p: AttentionParams) -> AttentionWeights:
-    return AttentionWeights(p.qkv_weight, p.qkv_bias, p.proj_weight, p.proj_bias)
+from .window_attention import NO_WINDOWS, Cut, Padding, all_slots
 
 
 class AttentionProducts(NamedTuple):
-    """What ``attention_backward`` has found for the weights: the gradient of qkv_weight, ``dyᵀ o`` for proj_weight, and
-    the gradients of what belongs to heads."""
+    """What ``attention_backward`` has found for the weights: the gradient of qkv_weight, and what it has found of the
+    last layer and of heads."""
 
     qkv_weight: Any
-    last: Grad
+    output: OutputProducts
     heads: HeadGradients
 
 
@@ -93,15 +84,16 @@ def attention_branch(
     heads: Tensor | None = None,
     factor: Tensor | None = None,
     options: BackwardOptions = BackwardOptions(),
+    cut: Cut = NO_WINDOWS,
 ) -> Tensor:
     """The branch on ``x [B, N, C]``. The rule says whether ``rows`` (and their ``inverse``, if it is at hand) and
-    ``heads``, indices, are those with gradients; what it doesn't sample is not looked at."""
+    ``heads``, indices, are those with gradients; what it doesn't sample is not looked at. ``cut``: its windows."""
     rule, dtype = spec.rule, autocast_dtype(x)
     if not rule.query_rows:
-        rows = inverse = None
+        rows, inverse, cut = None, None, all_slots(cut)
     heads = heads if rule.heads else None
     inputs = AttentionInputs(x, rows, inverse, heads, factor, spec._replace(dtype=dtype), options)
-    return _AttentionBranch.apply(*inputs, *params)
+    return _AttentionBranch.apply(*inputs, *cut, *params)
 
 
 def attention_forward(
@@ -112,11 +104,6 @@ def attention_forward(
     qkv = QKV(*project(n, weights.qkv_weight, weights.qkv_bias, spec.heads))
     o, lse = attend_normalised(qkv, p, spec, cut)
     return to_rows(o), lse, qkv
-
-
-def attention_output(o: Tensor, p: AttentionParams, weights: AttentionWeights, spec: AttentionSpec) -> Tensor:
-    z = linear(o, weights.proj_weight, weights.proj_bias, spec.dtype)
-    return z if p.scale is None else z * p.scale
 
 
 def attention_saved(
@@ -145,10 +132,10 @@ def attention_saved(
     return saved._replace(q=take_head_rows(q, rows), k=take_head_rows(k, kv_rows), v=take_head_rows(v, kv_rows))
 
 
-def attention_columns(p: AttentionParams) -> int:
+def attention_columns(p: AttentionParams, spec: AttentionSpec) -> int:
     """Of the totals of the branch: "attention_output", "attention_qkv", "attention_norm_weight", "…_norm_bias"."""
     width, channels = p.qkv_weight.shape
-    return p.proj_weight.shape[0] + width + 2 * channels
+    return p.proj_weight.shape[0] + width + norm_columns(spec.norm, channels)
 
 
 def attention_backward(
@@ -172,7 +159,7 @@ def attention_backward(
     """
     weight, bias, proj_weight, _ = cast_weights
     samples, heads, width = saved.x.shape[0], spec.heads, weight.shape[0] // 3
-    do, last = dy.dz @ proj_weight, weight_gradient(dy.dy, saved.o, p.proj_weight, needs.proj_weight or needs.scale)
+    do, output = output_backward(dy, saved.o, proj_weight, p, spec, needs)
     n_q = n.y_kept
     if saved.q is not None:
         qkv = QKV(saved.q, saved.k, saved.v)
@@ -193,11 +180,11 @@ def attention_backward(
     if rows is None:
         d = steps.stack(dq, dk, dv, total="attention_qkv")
         dw = weight_gradient(d, n.y, p.qkv_weight, needs.qkv_weight)
-        return d @ weight, None, AttentionProducts(dw, last, of_heads)
+        return d @ weight, None, AttentionProducts(dw, output, of_heads)
     d, dw = steps.stack(dk, dv, apart=dq, total="attention_qkv"), None
     if needs.qkv_weight:
         dw = device_of(d).weight_gradient(p.qkv_weight, (dq, n_q), (d, n.y))
-    return d @ weight[width:], dq @ weight[:width], AttentionProducts(dw, last, of_heads)
+    return d @ weight[width:], dq @ weight[:width], AttentionProducts(dw, output, of_heads)
 
 
 def attention_input_backward(
@@ -230,22 +217,27 @@ def attention_input_backward(
 
 def attention_gradients(products: AttentionProducts, totals: dict[str, Tensor], p: AttentionParams) -> AttentionParams:
     """The parameters' gradients, before their precision and scale."""
-    device, total = device_of(p.proj_weight), totals["attention_output"]
-    last = device.last_layer(products.last, total, p.proj_weight, p.proj_bias, p.scale)
+    heads, (product, dw_inner, db_inner, post) = products.heads, products.output
+    total = totals["attention_output"] if post.total is None else post.total
+    last = device_of(p.proj_weight).last_layer(product, total, p.proj_weight, p.proj_bias, p.scale)
     return AttentionParams(
-        norm_weight=totals["attention_norm_weight"],
-        norm_bias=totals["attention_norm_bias"],
+        norm_weight=totals.get("attention_norm_weight"),
+        norm_bias=totals.get("attention_norm_bias"),
         qkv_weight=products.qkv_weight,
-        qkv_bias=with_padding(totals["attention_qkv"], products.heads.padding),
-        q_norm_weight=products.heads.q_norm_weight,
-        q_norm_bias=products.heads.q_norm_bias,
-        k_norm_weight=products.heads.k_norm_weight,
-        k_norm_bias=products.heads.k_norm_bias,
+        qkv_bias=with_padding(totals["attention_qkv"], heads.padding),
+        q_norm_weight=heads.q_norm_weight,
+        q_norm_bias=heads.q_norm_bias,
+        k_norm_weight=heads.k_norm_weight,
+        k_norm_bias=heads.k_norm_bias,
         proj_weight=last.weight,
         proj_bias=last.bias,
         scale=last.scale,
-        score_bias=products.heads.score_bias,
-        rope=products.heads.rope,
+        inner_norm_weight=dw_inner,
+        inner_norm_bias=db_inner,
+        post_norm_weight=post.weight,
+        post_norm_bias=post.bias,
+        score_bias=heads.score_bias,
+        rope=heads.rope,
     )
 
 
@@ -279,11 +271,11 @@ class Sampled(NamedTuple):
 class _AttentionBranch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *flat: Any) -> Tensor:
-        (x, rows, inverse, heads, factor, spec, options), p = split(flat, AttentionInputs, AttentionParams)
+        (x, rows, inverse, heads, factor, spec, options), cut, p = split(flat, AttentionInputs, Cut, AttentionParams)
         weights = AttentionWeights(*device_of(x).cast(spec.dtype, *attention_weights(p)))
-        o, lse, qkv = attention_forward(x, p, weights, spec)
+        o, lse, qkv = attention_forward(x, p, weights, spec, cut)
         saved = attention_saved(x, o, lse, qkv, rows, inverse, heads, spec, options.recompute)
-        ctx.save_for_backward(*saved, *Sampled(heads, factor), *p)
+        ctx.save_for_backward(*saved, *Sampled(heads, factor), *cut, *p)
         ctx.spec, ctx.dtype = spec, x.dtype
         ctx.options = options
         y = attention_output(o, p, weights, spec)
@@ -295,12 +287,12 @@ class _AttentionBranch(torch.autograd.Function):
     @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         # Read once: checkpointing unpacks each tensor a single time.
-        saved, (heads, factor), p = split(ctx.saved_tensors, AttentionSaved, Sampled, AttentionParams)
-        _, needs = split(ctx.needs_input_grad, AttentionInputs, AttentionParams)
+        saved, (heads, factor), cut, p = split(ctx.saved_tensors, AttentionSaved, Sampled, Cut, AttentionParams)
+        _, _, needs = split(ctx.needs_input_grad, AttentionInputs, Cut, AttentionParams)
         spec, dtype, shape, dy = ctx.spec, saved.o.dtype, dy.shape, R.flat(dy)
         kept_p, kept_spec = (p, spec) if heads is None else select_heads(p, spec, heads)
         device = device_of(saved.x)
-        steps = device.steps(saved.x, attention_columns(kept_p))
+        steps = device.steps(saved.x, attention_columns(kept_p, spec))
         weight = ctx.options.row_weight
         kept_dy = steps.cotangent(
             dy, saved.rows, factor, p.scale, shape[0], dtype, total="attention_output", weight=weight
@@ -308,9 +300,10 @@ class _AttentionBranch(torch.autograd.Function):
         cast_weights = AttentionWeights(*device.cast(dtype, *attention_weights(kept_p)[:3]))
         dx, products = attention_input_backward(
             steps, kept_dy, saved, cast_weights, kept_p, kept_spec, needs,
-            kept=None, base=dy, scope=ctx.options.scope, dtype=ctx.dtype,
+            kept=None, base=dy, scope=ctx.options.scope, dtype=ctx.dtype, cut=cut,
         )  # fmt: skip
         grads = attention_gradients(products, steps.totals(), kept_p)
         if heads is not None:
             grads = scatter_heads(grads, p, spec, heads)
-        return *AttentionInputs(dx.view(shape)), *parameter_gradients(grads, p, needs, ctx.options.weight_scale)
+        found = parameter_gradients(grads, p, needs, ctx.options.weight_scale)
+        return *AttentionInputs(dx.view(shape)), *NO_WINDOWS, *found

@@ -1,4 +1,4 @@
-"""The pre-norm transformer block as one function: the attention branch, then the MLP branch, on the same kept rows.
+"""The transformer block as one function: the attention branch, then the MLP branch, on the same kept rows.
 
 Saved per block: x (all rows; under rule "qkv" the kept ones), and the kept rows of the attention output and its
 log-sum-exp; all of them under rule "exact", where rows of the MLP alone are kept. The rows between the two branches are
@@ -13,18 +13,15 @@ from torch import Tensor
 from . import rows as R
 from .attention import (
     AttentionSaved,
-    AttentionWeights,
     attention_columns,
     attention_forward,
     attention_gradients,
     attention_input_backward,
-    attention_output,
     attention_saved,
-    attention_weights,
 )
 from .device import device_of
-from .heads import AttentionParams, AttentionSpec
-from .layers import BackwardOptions, Grad, Normed, autocast_dtype, linear, parameter_gradients
+from .heads import AttentionParams, AttentionSpec, AttentionWeights, attention_weights
+from .layers import BackwardOptions, Grad, Normed, autocast_dtype, parameter_gradients
 from .mlp import (
     MLPParams,
     MLPSpec,
@@ -39,8 +36,9 @@ from .mlp import (
 )
 from .named import split
 from .once import once
+from .output import attention_last, attention_output
 from .steps import Affine, Steps
-from .window_attention import NO_WINDOWS, Cut
+from .window_attention import NO_WINDOWS, Cut, all_slots
 
 
 def transformer_block(
@@ -97,7 +95,7 @@ class _TransformerBlock(torch.autograd.Function):
         x, rows, inverse, factor1, factor2, spec1, spec2, options = inputs
         kept, place = rows, inverse
         if not spec1.rule.query_rows:  # attention keeps all rows, and all slots of its windows
-            kept, place, cut = None, None, Cut(cut.places, cut.regions)
+            kept, place, cut = None, None, all_slots(cut)
         device = device_of(x)
         weights = device.cast(spec1.dtype, *attention_weights(p1), *mlp_weights(p2))
         weights1, weights2 = split(weights, AttentionWeights, MLPWeights)
@@ -124,7 +122,7 @@ class _TransformerBlock(torch.autograd.Function):
         spec1, spec2 = ctx.attention_spec, ctx.mlp_spec
         shape, samples, dtype, dy = dy.shape, dy.shape[0], saved.o.dtype, R.flat(dy)
         device = device_of(saved.x)
-        steps = device.steps(saved.x, mlp_columns(p2) + attention_columns(p1))
+        steps = device.steps(saved.x, mlp_columns(p2, spec2) + attention_columns(p1, spec1))
 
         weight = ctx.options.row_weight
         kept_dy = steps.cotangent(dy, rows, factor2, p2.scale, samples, dtype, total="mlp_output", weight=weight)
@@ -174,9 +172,10 @@ def middle_again(
 ) -> Normed:
     """The kept rows between the branches and their norm, from what the attention branch saved; after ``dy``."""
     o = saved.o if spec1.rule.query_rows else R.take(saved.o, rows)
+    weights = weights._replace(proj_weight=R.after(dy, weights.proj_weight))
     return steps.normalise(
         R.flat(saved.x), norm, spec1.dtype, after=dy,
         rows=None if spec1.rule.key_rows else rows,
-        branch=linear(o, R.after(dy, weights.proj_weight), weights.proj_bias, None),
+        branch=attention_last(o, p1, weights, spec1),
         scale=p1.scale, factor=factor1, samples=saved.x.shape[0],
     )  # fmt: skip

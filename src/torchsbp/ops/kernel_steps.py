@@ -167,12 +167,21 @@ class KernelSteps(Steps):
         )  # fmt: skip
         return Cotangent(half, half if scaled is None else scaled)
 
+    def _cotangent(self, kept: Tensor, factor: Grad, scale: Grad, dtype: torch.dtype, total: str) -> Cotangent:
+        samples = 1 if factor is None else factor.shape[0]
+        return self.cotangent(kept, None, factor, scale, samples, dtype, total=total)
+
     def normalise(
         self, x: Tensor, norm: Affine, dtype: torch.dtype | None, *,
         after: Tensor,
         rows: R.Rows = None, branch: Grad = None, scale: Grad = None, factor: Grad = None, samples: int = 1,
         kept: R.Rows = None, inverse: Grad = None,
     ) -> Normed:  # fmt: skip
+        if norm.static.kind == "none":
+            return super().normalise(
+                x, norm, dtype, after=after, rows=rows, branch=branch, scale=scale, factor=factor, samples=samples,
+                kept=kept,
+            )  # fmt: skip
         x, (weight, bias, static) = x.contiguous(), norm
         count, C = x.shape[0] if rows is None else rows.shape[0], x.shape[1]
         wide = x.dtype if weight is None else weight.dtype
@@ -239,6 +248,10 @@ class KernelSteps(Steps):
         factor: Grad, scale: Grad, samples: int, dtype: torch.dtype, *,
         norm_total: str, total: str, weight: R.RowWeight | None = None,
     ) -> tuple[Tensor, Cotangent]:  # fmt: skip
+        if norm.static.kind == "none":
+            return super().norm_backward_middle(
+                dn, n, norm, dy, rows, factor, scale, samples, dtype, norm_total=norm_total, total=total, weight=weight
+            )
         half = torch.empty(dn.shape, dtype=dtype, device=dn.device)
         scaled = None if scale is None else torch.empty_like(half)
         middle = self._norm_backward_rows(
@@ -252,6 +265,11 @@ class KernelSteps(Steps):
         rows: R.Rows = None, inverse: Grad = None, size: int = 0,
         dn_kept: Grad = None, kept: Grad = None, base: Grad = None, gated: bool = False, norm_total: str,
     ) -> Tensor:  # fmt: skip
+        if norm.static.kind == "none":
+            return super().norm_backward_input(
+                dn, n, norm, dtype, rows=rows, size=size,
+                dn_kept=dn_kept, kept=kept, base=base, gated=gated, norm_total=norm_total,
+            )  # fmt: skip
         if rows is None:
             base = base if kept is None else kept
             return self._norm_backward_rows(dn, n, norm, dtype, dn.shape[0], norm_total, base=base)

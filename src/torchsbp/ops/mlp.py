@@ -1,8 +1,8 @@
 """MLP branch: ``y = x + s · gate(γ ∘ (W₂ act(W₁ norm(x) + b₁) + b₂))``, backward on kept rows (Eq. 4, 5).
 
-The activation may be a gate, and a norm may follow it. The branch serves ConvNeXt's pointwise convolutions too, where
-the residual comes from elsewhere (``residual=False``). Saved: the kept rows of x; with ``recompute=False`` also those
-of the hidden layer.
+The activation may be a gate, and a norm may follow it. The norm may be behind the branch instead of before it. The
+branch serves ConvNeXt's pointwise convolutions too, where the residual comes from elsewhere (``residual=False``).
+Saved: the kept rows of x; with ``recompute=False`` also those of the hidden layer.
 """
 
 from typing import Any, NamedTuple
@@ -23,12 +23,13 @@ from .layers import (
     norm,
     norm_again,
     norm_backward,
+    norm_columns,
     parameter_gradients,
     saved_dtype,
 )
 from .named import Needs, split
 from .once import once
-from .steps import Affine, Cotangent, Steps
+from .steps import Affine, Cotangent, PostNormGradients, Steps, before_norm
 
 
 class MLPParams(NamedTuple):
@@ -43,16 +44,19 @@ class MLPParams(NamedTuple):
     scale: Grad = None
     inner_norm_weight: Grad = None
     inner_norm_bias: Grad = None
+    post_norm_weight: Grad = None
+    post_norm_bias: Grad = None
 
 
 class MLPSpec(NamedTuple):
     """What is static about the branch; ``act`` is one for ``activation_named``, ``inner_norm`` (None: none) comes
-    behind it."""
+    behind it, ``post_norm`` behind the branch, which has no scale then."""
 
     norm: Norm = Norm()
     act: str = "gelu"
     dtype: torch.dtype | None = None
     inner_norm: Norm | None = None
+    post_norm: Norm | None = None
 
 
 class MLPWeights(NamedTuple):
@@ -65,13 +69,14 @@ class MLPWeights(NamedTuple):
 
 
 class MLPProducts(NamedTuple):
-    """What ``mlp_backward`` has found for the weights: the gradient of weight1, ``dyᵀ g`` for weight2, and the
-    gradients of the inner norm."""
+    """What ``mlp_backward`` has found for the weights: the gradient of weight1, ``dyᵀ g`` for weight2, the gradients of
+    the inner norm, and of the norm behind the branch."""
 
     weight1: Any
     last: Grad
     inner_norm_weight: Grad = None
     inner_norm_bias: Grad = None
+    post: PostNormGradients = PostNormGradients()
 
 
 def mlp_branch(
@@ -97,13 +102,19 @@ def mlp_hidden(x: Tensor, p: MLPParams, weights: MLPWeights, spec: MLPSpec) -> T
     return linear(n, weights.weight1, weights.bias1, spec.dtype)
 
 
-def mlp_output(h: Tensor, p: MLPParams, weights: MLPWeights, spec: MLPSpec) -> Tensor:
-    """The branch's output from its hidden layer."""
+def mlp_last(h: Tensor, p: MLPParams, weights: MLPWeights, spec: MLPSpec) -> Tensor:
+    """The last layer's output from the hidden layer."""
     g = activation_named(spec.act).forward(h)
     if spec.inner_norm is not None:
         g = norm(g, p.inner_norm_weight, p.inner_norm_bias, spec.inner_norm, spec.dtype)
-    z = linear(g, weights.weight2, weights.bias2, spec.dtype)
-    del g  # the widest there is: not beside what follows
+    return linear(g, weights.weight2, weights.bias2, spec.dtype)
+
+
+def mlp_output(h: Tensor, p: MLPParams, weights: MLPWeights, spec: MLPSpec) -> Tensor:
+    """The branch's output from its hidden layer."""
+    z = mlp_last(h, p, weights, spec)
+    if spec.post_norm is not None:
+        return norm(z, p.post_norm_weight, p.post_norm_bias, spec.post_norm)
     return z if p.scale is None else z * p.scale
 
 
@@ -115,10 +126,10 @@ def mlp_norm(p: MLPParams, spec: MLPSpec) -> Affine:
     return Affine(p.norm_weight, p.norm_bias, spec.norm)
 
 
-def mlp_columns(p: MLPParams) -> int:
+def mlp_columns(p: MLPParams, spec: MLPSpec) -> int:
     """Of the totals of the branch: "mlp_output", "mlp_hidden", "mlp_norm_weight", "mlp_norm_bias"."""
     hidden, channels = p.weight1.shape
-    return p.weight2.shape[0] + hidden + 2 * channels
+    return p.weight2.shape[0] + hidden + norm_columns(spec.norm, channels)
 
 
 def mlp_backward(
@@ -134,12 +145,15 @@ def mlp_backward(
     """From normalised kept rows: their gradient, and the products for the weights. ``h`` is the hidden layer,
     recomputed unless given."""
     weight1, bias1, weight2, _ = cast_weights
-    overwrite = h is None
+    overwrite, post = h is None, PostNormGradients()
     if h is None:
         h = linear(n.y, weight1, bias1, None)
+    if spec.post_norm is not None:
+        affine = Affine(p.post_norm_weight, p.post_norm_bias, spec.post_norm)
+        dy, post = before_norm(dy, mlp_last(h, p, cast_weights._replace(bias2=p.bias2), spec), affine)
     dg, inner, dw, db = dy.dz @ weight2, None, None, None
     if spec.inner_norm is not None:
-        affine = p.inner_norm_weight, p.inner_norm_bias, spec.inner_norm
+        affine = Affine(p.inner_norm_weight, p.inner_norm_bias, spec.inner_norm)
         inner = norm_again(activation_named(spec.act).forward(h), *affine, h.dtype)
         dg, dw, db = norm_backward(dg, inner, *affine, needs.inner_norm_weight, needs.inner_norm_bias)
         dg = dg.to(h.dtype)
@@ -147,15 +161,17 @@ def mlp_backward(
     del h, dg  # the hidden layer is the widest: no more of it at once than needed
     product = weight_gradient(dy.dy, g if inner is None else inner.y, p.weight2, needs.weight2 or needs.scale)
     del g, inner
-    return dh @ weight1, MLPProducts(weight_gradient(dh, n.y, p.weight1, needs.weight1), product, dw, db)
+    return dh @ weight1, MLPProducts(weight_gradient(dh, n.y, p.weight1, needs.weight1), product, dw, db, post)
 
 
 def mlp_gradients(products: MLPProducts, totals: dict[str, Tensor], p: MLPParams) -> MLPParams:
     """The parameters' gradients, before their precision and scale."""
-    last = device_of(p.weight2).last_layer(products.last, totals["mlp_output"], p.weight2, p.bias2, p.scale)
+    post = products.post
+    total = totals["mlp_output"] if post.total is None else post.total
+    last = device_of(p.weight2).last_layer(products.last, total, p.weight2, p.bias2, p.scale)
     return MLPParams(
-        norm_weight=totals["mlp_norm_weight"],
-        norm_bias=totals["mlp_norm_bias"],
+        norm_weight=totals.get("mlp_norm_weight"),
+        norm_bias=totals.get("mlp_norm_bias"),
         weight1=products.weight1,
         bias1=totals["mlp_hidden"],
         weight2=last.weight,
@@ -163,6 +179,8 @@ def mlp_gradients(products: MLPProducts, totals: dict[str, Tensor], p: MLPParams
         scale=last.scale,
         inner_norm_weight=products.inner_norm_weight,
         inner_norm_bias=products.inner_norm_bias,
+        post_norm_weight=post.weight,
+        post_norm_bias=post.bias,
     )
 
 
@@ -218,7 +236,7 @@ class _MLPBranch(torch.autograd.Function):
         _, needs = split(ctx.needs_input_grad, MLPInputs, MLPParams)
         spec, shape, dy = ctx.spec, dy.shape, R.flat(dy)
         device, affine = device_of(x), mlp_norm(p, spec)
-        steps = device.steps(x, mlp_columns(p))
+        steps = device.steps(x, mlp_columns(p, spec))
 
         n = steps.normalise(R.flat(x), affine, spec.dtype, after=dy)
         cast_weights = MLPWeights(*device.cast(n.y.dtype, *mlp_weights(p)[:3]))

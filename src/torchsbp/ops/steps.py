@@ -31,6 +31,22 @@ class Cotangent(NamedTuple):
     dz: Tensor
 
 
+class PostNormGradients(NamedTuple):
+    """Of a norm behind a branch, and Σ of its input's, the gradient of the last layer's bias."""
+
+    weight: Grad = None
+    bias: Grad = None
+    total: Grad = None
+
+
+def before_norm(dy: Cotangent, z: Tensor, norm: Affine) -> tuple[Cotangent, PostNormGradients]:
+    """The cotangent of a branch's last layer, whose output is z, from that of a norm behind it."""
+    n = norm_again(z, *norm, None)
+    dz, dw, db = norm_backward(dy.dy, n, *norm, norm.weight is not None, norm.bias is not None)
+    half = cast(dz, dy.dy.dtype)
+    return Cotangent(half, half), PostNormGradients(dw, db, dz.sum(0))
+
+
 class Steps:
     """The steps of one backward pass over rows like x's, whose totals have so many ``columns`` together."""
 
@@ -38,7 +54,8 @@ class Steps:
         self._totals: dict[str, Tensor] = {}
 
     def totals(self) -> dict[str, Tensor]:
-        """The sums over rows that the steps have left, by name. A norm's are ``<name>_weight`` and ``<name>_bias``."""
+        """The sums over rows that the steps have left, by name. A norm's are ``<name>_weight`` and ``<name>_bias``; one
+        of kind "none" has none."""
         return self._totals
 
     def cotangent(
@@ -166,6 +183,8 @@ class Steps:
         return out.index_copy(0, rows, kept.to(dtype)) + dx.to(dtype)
 
     def _norm_backward(self, dn: Tensor, n: Normed, norm: Affine, total: str) -> Tensor:
+        if norm.static.kind == "none":
+            return dn
         dx, dw, db = norm_backward(dn, n, *norm, norm.weight is not None, norm.bias is not None)
         nothing = dx.new_zeros(dx.shape[1])
         self._totals[f"{total}_weight"] = nothing if dw is None else dw
