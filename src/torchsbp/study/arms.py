@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Options = dict[str, Any]
-ALL = ("vit", "convnext", "swin")
+ALL = ("vit", "convnext", "convnext2", "swin")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Arm:
     models: tuple[str, ...] = ALL
 
 
-VIT, PYRAMID = ("vit",), ("convnext",)
+VIT, PYRAMID = ("vit",), ("convnext", "convnext2")
 FULL = "full"
 APART: Options = {"sampler": "random", "per_sample": True}
 BALANCED: Options = {"sampler": "random", "per_sample": "balanced"}

@@ -14,9 +14,10 @@ from ..report.sheet import Drawing, drawn
 from . import results
 from .arms import ARMS, FULL
 from .plan import Plan
-from .results import difference
+from .results import difference, relative
 from .training import Data, Place, Row, Run, Settings, train
 
+REACH = 1.4
 Curve = dict[int, float]
 """accuracy by the number of epochs that a run had"""
 
@@ -65,8 +66,8 @@ def at(curve: Curve, epochs: float) -> float | None:
 
 
 def budgets(lengths: set[int]) -> list[float]:
-    """Three times, in epochs of full backpropagation; arms up to 1.25 times as fast or slow can be compared at them."""
-    low, high = 1.25 * min(lengths), max(lengths) / 1.25
+    """Three times, in epochs of full backpropagation; arms up to REACH times as fast or slow can be compared at them."""
+    low, high = REACH * min(lengths), max(lengths) / REACH
     return [low, math.sqrt(low * high), high] if low < high else []
 
 
@@ -97,11 +98,9 @@ def equal_time(rows: list[Row]) -> str:
                 values = by_seed(found, model, arm, epochs)
                 bar = by_seed(found, model, "exact", fitting(speeds, model, seconds).get("exact", budget))
                 pairs = [value - bar[seed] for seed, value in values.items() if seed in bar]
-                memory = speeds[model, arm]["peak_bytes"] / max(1, clock["peak_bytes"])
+                memory = relative(speeds[model, arm]["peak_bytes"], clock["peak_bytes"])
                 accuracy = f"{mean(values.values()):.2f}" if values else "–"
-                cells.append(
-                    (model, f"{seconds:.0f}", arm, f"{epochs:.1f}", accuracy, difference(pairs), f"{memory:.2f}×")
-                )
+                cells.append((model, f"{seconds:.0f}", arm, f"{epochs:.1f}", accuracy, difference(pairs), memory))
     header = ("model", "seconds", "arm", "epochs in it", "accuracy", "against exact", "peak memory")
     return results.table(header, cells) if cells else "No table at equal time: it needs `study speed` and two lengths."
 

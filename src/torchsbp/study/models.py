@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -26,11 +27,11 @@ def vit(image: int, classes: int, **options: Any) -> nn.Module:
     return VisionTransformer(img_size=image, patch_size=4, num_classes=classes, **options)
 
 
-def convnext(image: int, classes: int, **options: Any) -> nn.Module:
+def convnext(image: int, classes: int, patch: int = 1, scale: float = 1.0, **options: Any) -> nn.Module:
     from timm.models.convnext import ConvNeXt
 
     # From a stem of 2 pixels timm's first stage goes on to 4, and the mask of stage 3 would be drawn on 2×2 cells.
-    return ConvNeXt(num_classes=classes, patch_size=1, ls_init_value=1.0, **options)
+    return ConvNeXt(num_classes=classes, patch_size=patch, ls_init_value=scale, **options)
 
 
 def swin(image: int, classes: int, **options: Any) -> nn.Module:
@@ -47,6 +48,11 @@ def video(image: int, classes: int, drop_path_rate: float, **options: Any) -> nn
     )
 
 
+CONVNEXT: Sizes = {
+    "full": {"depths": (2, 2, 6, 2), "dims": (64, 128, 256, 512)},
+    "small": {"depths": (1, 1, 4, 1), "dims": (16, 32, 64, 128)},
+    "toy": {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16)},
+}
 MODELS = {
     "vit": Recipe(
         vit, 1e-3,
@@ -56,14 +62,8 @@ MODELS = {
             "toy": {"embed_dim": 32, "depth": 3, "num_heads": 2},
         },
     ),
-    "convnext": Recipe(
-        convnext, 2e-3,
-        {
-            "full": {"depths": (2, 2, 6, 2), "dims": (64, 128, 256, 512)},
-            "small": {"depths": (1, 1, 4, 1), "dims": (16, 32, 64, 128)},
-            "toy": {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16)},
-        },
-    ),
+    "convnext": Recipe(convnext, 2e-3, CONVNEXT),
+    "convnext2": Recipe(partial(convnext, patch=2, scale=1e-6), 2e-3, CONVNEXT),  # as for large images: an ablation
     "swin": Recipe(
         swin, 1e-3,
         {

@@ -59,6 +59,11 @@ def difference(values: Sequence[float]) -> str:
     return f"{mean(values):+.2f}{'' if half is None else f' ± {half:.2f}'} ({len(values)})"
 
 
+def relative(value: float, full: float) -> str:
+    """0.25×; without a measurement, nothing."""
+    return f"{value / full:.2f}×" if full else "–"
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

@@ -54,7 +54,7 @@ def on_grid(model: str, x: Tensor) -> Tensor:
     if model == "vit":
         side = int((x.shape[1] - 1) ** 0.5)
         x = x[:, -side * side :].unflatten(1, (side, side))
-    if model == "convnext":
+    if model.startswith("convnext"):
         x = x.movedim(1, -1)
     return x if x.dim() == 5 else x[:, None]
 

@@ -41,7 +41,7 @@ def table(rows: list[Row]) -> str:
     cells = []
     for (model, arm), row in measured.items():
         full = measured.get((model, "full"), row)
-        memory = f"{row['peak_bytes'] / full['peak_bytes']:.2f}×" if full["peak_bytes"] else "–"
+        memory = results.relative(row["peak_bytes"], full["peak_bytes"])
         epoch = row["ms"] * row["steps"] / 1000
         faster = full["ms"] * full["steps"] / 1000 / epoch
         cells.append((model, arm, f"{row['ms']:.2f}", f"{epoch:.2f}", f"{faster:.2f}×", memory))

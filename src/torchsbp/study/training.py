@@ -111,7 +111,7 @@ class Training:
             apply_local(self.model, **arm.options or {})
         elif arm.options is not None:
             apply(self.model, **arm.options)
-        self.forward = torch.compile(self.model, dynamic=False) if settings.compile else self.model
+        self.forward = torch.compile(self.model, dynamic=False) if settings.compile and not arm.local else self.model
         fused = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(
             groups(self.model), lr=0.0, weight_decay=settings.weight_decay, fused=fused, betas=(0.9, 0.99)
@@ -162,7 +162,8 @@ def train(run: Run, settings: Settings, data: Data, begin: Callable[[Training], 
 def trained(model: str, settings: Settings, data: Data, folder: Path, epochs: int) -> nn.Module:
     """The model that full backpropagation reaches, from its file in the folder if it has one."""
     run = Run(model, FULL, epochs=epochs)
-    file = folder / "weights" / f"{run.name}.pt"
+    about = f"{settings.size}, batch {settings.batch}" + (f", {settings.images} images" if settings.images else "")
+    file = folder / "weights" / f"{run.name}, {about}.pt"
     if not file.exists():
         kept: list[Training] = []
         for row in train(run, settings, data, kept.append):
