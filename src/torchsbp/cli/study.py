@@ -17,7 +17,7 @@ from ..study import STUDIES, pool, results
 from ..study.arms import ARMS
 from ..study.models import MODELS, SIZES
 from ..study.plan import Plan
-from ..study.training import Data, Place, Settings, trained
+from ..study.training import Data, Place, Row, Settings, trained
 
 PURPOSE = "small experiments: ways to take gradients, against each other"
 
@@ -64,33 +64,37 @@ def not_done(name: str, runs: list[Any], settings: Settings, out: Path) -> list[
     return [its for its in runs if its.name not in done]
 
 
-def told(row: dict[str, Any]) -> str:
-    """A row, without what is long."""
-    numbers = {key: value for key, value in row.items() if isinstance(value, float) and key not in ("lr", "drop_path")}
-    state = (
-        "done"
-        if "done" in row
-        else row.get("error") or f"epoch {row['epoch']}"
-        if "epoch" in row or "error" in row
-        else "found"
-    )
-    return f"{row['run']}: {state} {', '.join(f'{key} {value:.4g}' for key, value in numbers.items())}".strip()
+def told(row: Row) -> str:
+    """A line about a row: how far its run is, and numbers."""
+    numbers = [f"{key} {row[key]:.4g}" for key in ("epoch", "accuracy", "agreement", "loss", "ms") if key in row]
+    return f"{row['run']}: {row.get('error') or ', '.join(numbers) or ('done' if 'done' in row else 'found')}"
 
 
 def written(name: str, out: Path) -> str:
     """The tables of a study, written with its figures to the folder."""
-    study, rows = STUDIES[name], results.read(out)
+    rows = results.read(out)
+    text = tables(name, rows)
+    (out / f"{name}.md").write_text(text, encoding="utf-8")
+    for file, figure in figures(name, rows).items():
+        (out / file).write_text(figure, encoding="utf-8")
+    return text
+
+
+def tables(name: str, rows: list[Row]) -> str:
+    """What the papers found and we find, the study's own tables, and what failed."""
+    study = STUDIES[name]
+    done = {row["run"] for row in rows if row["study"] == name and "done" in row}
     failed = {row["run"]: row["error"] for row in rows if row["study"] == name and "error" in row}
     findings = study.findings(rows)
     parts = [results.findings_table(findings)] if findings else []
-    parts += [study.table(rows), *(f"{run}: {error}" for run, error in failed.items())]
-    text = "\n\n".join(parts)
-    (out / f"{name}.md").write_text(text + "\n", encoding="utf-8")
-    for part, drawings in study.drawings(rows).items():
-        if drawings:
-            file = out / f"{name}{f'_{part}' if part else ''}.svg"
-            file.write_text(sheet(drawings), encoding="utf-8")
-    return text
+    parts += [study.table(rows), *(f"{run}: {error}" for run, error in failed.items() if run not in done)]
+    return "\n\n".join(parts) + "\n"
+
+
+def figures(name: str, rows: list[Row]) -> dict[str, str]:
+    """File name -> SVG."""
+    sheets = STUDIES[name].drawings(rows).items()
+    return {f"{name}{f'_{part}' if part else ''}.svg": sheet(drawings) for part, drawings in sheets if drawings}
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:

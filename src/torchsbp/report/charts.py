@@ -108,7 +108,12 @@ def curves(
     parts = axes(ticks(low, high), y)
     marks = dict(enumerate(names)) if names else dict.fromkeys(ticks(0, right), "")
     decimals = decimals_of([*marks])
-    parts += [tick_text(x(at), foot + 18, escape(name) or label(at, decimals), "middle") for at, name in marks.items()]
+    crowded = 6.5 * max(map(len, names), default=0) > (WIDTH - LEFT - RIGHT) / max(1, len(names))
+    lines = [foot + 18 + 14 * (crowded and i % 2) for i in range(len(marks))]  # every other name a line lower
+    parts += [
+        tick_text(x(at), line, escape(name) or label(at, decimals), "middle")
+        for line, (at, name) in zip(lines, marks.items(), strict=True)
+    ]
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{foot}" y2="{foot}"/>')
     parts.append(tick_text(WIDTH - RIGHT, HEIGHT - 6, below, "end"))
     for s in shown:

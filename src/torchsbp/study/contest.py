@@ -66,7 +66,7 @@ def at(curve: Curve, epochs: float) -> float | None:
 
 
 def budgets(lengths: set[int]) -> list[float]:
-    """Three times, in epochs of full backpropagation; arms up to REACH times as fast or slow can be compared at them."""
+    """Three times, in epochs of full backpropagation: arms up to REACH times as fast or slow can be compared."""
     low, high = REACH * min(lengths), max(lengths) / REACH
     return [low, math.sqrt(low * high), high] if low < high else []
 
@@ -121,24 +121,18 @@ def table(rows: list[Row]) -> str:
 
 
 def drawings(rows: list[Row]) -> dict[str, list[Drawing]]:
-    """Of every model, accuracy over the time of training (over epochs, where no time was measured)."""
+    """Of every model, accuracy over the time of training of the arms that were timed; without times, over epochs."""
     found, panels = curves(rows), []
     speeds = {(row["model"], row["arm"]): row for row in results.of(rows, "speed", "ms")}
     for model in dict.fromkeys(model for model, _ in found):
-        timed = (model, FULL) in speeds
-        lines = {}
-        for arm in dict.fromkeys(
-            [arm for its, arm in found if its == model] + [arm for its, arm in speeds if its == model]
-        ):
-            seeds = found.get((model, ARMS[arm].same or arm), {})
-            lengths = sorted({length for curve in seeds.values() for length in curve})
-            clock = speeds.get((model, arm))
-            if timed and clock is None:
-                continue
-            unit = clock["ms"] * clock["steps"] / 60000 if timed and clock else 1.0
-            lines[arm] = [
-                (length * unit, mean(curve[length] for curve in seeds.values() if length in curve))
-                for length in lengths
-            ]
-        panels.append(drawn(model, "accuracy, %", "minutes" if timed else "epochs", lines))
+        minutes = {arm: row["ms"] * row["steps"] / 60000 for (its, arm), row in speeds.items() if its == model}
+        units = minutes or {arm: 1.0 for its, arm in found if its == model}
+        lines = {arm: means(found.get((model, ARMS[arm].same or arm), {}), unit) for arm, unit in units.items()}
+        panels.append(drawn(model, "accuracy, %", "minutes" if minutes else "epochs", lines))
     return {"": panels}
+
+
+def means(seeds: dict[int, Curve], unit: float) -> list[tuple[float, float]]:
+    """Of every length, in that unit of an epoch: the mean over seeds."""
+    lengths = sorted({length for curve in seeds.values() for length in curve})
+    return [(length * unit, mean(its[length] for its in seeds.values() if length in its)) for length in lengths]

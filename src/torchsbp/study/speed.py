@@ -26,6 +26,8 @@ def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
     chosen = torch.arange(training.batch, device=data.x_train.device)
     times = []
     for number in range(-WARM, ROUNDS):
+        if number == 0 and cuda:
+            torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         for _ in range(STEPS if number >= 0 else 1):
             training.step(chosen, 0.0)

@@ -111,7 +111,10 @@ class Training:
             apply_local(self.model, **arm.options or {})
         elif arm.options is not None:
             apply(self.model, **arm.options)
-        self.forward = torch.compile(self.model, dynamic=False) if settings.compile and not arm.local else self.model
+        # Compiled graphs of two arms have random numbers of their own unless PyTorch's are asked for.
+        paired: Any = {"fallback_random": not arm.checkpoint}
+        compiled = settings.compile and not arm.local
+        self.forward = torch.compile(self.model, dynamic=False, options=paired) if compiled else self.model
         fused = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(
             groups(self.model), lr=0.0, weight_decay=settings.weight_decay, fused=fused, betas=(0.9, 0.99)
