@@ -22,7 +22,7 @@ longer="$length,$((2 * length)),$((4 * length))"
 
 case $call in
   gradients) study gradients --models vit,convnext,swin --epochs 3 --masks 12 --eager --jobs "$jobs" --seconds "$seconds" ;;
-  recipe) study contest --models vit,convnext,swin --arms full --epochs "$longer" --lr 0.5,1,2 --jobs "$jobs" --seconds "$seconds" ;;
+  recipe) study contest --models "${MODELS:-vit,convnext,swin}" --arms full --epochs "$longer" --lr 0.5,1,2 --jobs "$jobs" --seconds "$seconds" ;;
   screen) study contest --models vit,convnext --arms "$vit;$convnext" --epochs "$length" --seeds 2 --jobs "$jobs" --seconds "$seconds" ;;
   swin) study contest --models swin --arms "$swin" --epochs "$length" --seeds 2 --jobs "$jobs" --seconds "$seconds" ;;
   stem) study contest --models convnext,convnext2 --arms "full;grid 0.5;balanced 0.5;down exact, balanced 0.5" \

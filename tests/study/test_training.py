@@ -1,10 +1,13 @@
 """Runs of one seed are pairs; every arm trains."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 from torchsbp.study.arms import ARMS, GRIDS, enters
-from torchsbp.study.models import MODELS
+from torchsbp.study.models import MODELS, build
 from torchsbp.study.plan import CONTEST, Plan
 from torchsbp.study.training import Data, Run, Settings, Training, schedule, train
 
@@ -56,14 +59,25 @@ def test_grids_and_contest_name_arms():
     assert plan.arms_of("vit", trained=False) == ["full", "exact"]
 
 
+def test_the_calls_for_a_gpu_name_arms():
+    script = (Path(__file__).parents[2] / "benchmarks" / "contest.sh").read_text()
+    lists = re.findall(r'^\w+="([^"$]*;[^"$]*)"|--arms "(\w[^"$]*;[^"$]*)"', script, re.M)
+    names = {arm for a, b in lists for arm in (a or b).split(";")}
+    assert len(names) == 15
+    assert names <= set(ARMS)
+
+
+def test_larger_images_have_larger_patches():
+    vit, convnext, swin = (build(name, "toy", 128, 10, drop_path_rate=0.0) for name in ("vit", "convnext", "swin"))
+    assert (vit.patch_embed.num_patches, convnext.stem[0].stride, swin.patch_embed.grid_size) == (256, (4, 4), (16, 16))
+
+
 def test_the_first_images_alone(data):
     loaded = Data.load(data, images=40)
     assert (len(loaded.x_train), len(loaded.y_train), len(loaded.x_test)) == (40, 40, 8)
 
 
 def test_models_have_five_to_nine_million_parameters():
-    from torchsbp.study.models import build
-
     sizes = {
         name: sum(p.numel() for p in build(name, "full", 32, 10, drop_path_rate=0.0).parameters()) for name in MODELS
     }

@@ -13,10 +13,10 @@ from torch import Generator, Tensor
 
 @dataclass(frozen=True)
 class Augment:
-    """Shift in pixels; turn in degrees, stretch and shear (of half of the images); colour jitter; side of a hole as a
-    share of the image; share of mixed images; label smoothing. Clips are smoothed alone."""
+    """Shift as a share of the image; turn in degrees, stretch and shear (of half of the images); colour jitter; side of
+    a hole as a share of the image; share of mixed images; label smoothing. Clips are smoothed alone."""
 
-    shift: int = 4
+    shift: float = 0.125
     turn: float = 15.0
     stretch: float = 0.2
     shear: float = 0.2
@@ -41,7 +41,7 @@ def uniform(x: Tensor, generator: Generator, low: float = 0.0, high: float = 1.0
 
 
 def warped(
-    x: Tensor, shift: int, turn: float, generator: Generator, stretch: float = 0.0, shear: float = 0.0
+    x: Tensor, shift: float, turn: float, generator: Generator, stretch: float = 0.0, shear: float = 0.0
 ) -> Tensor:
     """Flipped and shifted by whole pixels; half of the images turned, stretched and sheared too. One sampling of the
     image, exact for the other half."""
@@ -50,7 +50,7 @@ def warped(
     angle = uniform(x, generator, -1, 1) * math.radians(turn) * bent
     wide, high = ((uniform(x, generator, -1, 1) * math.log1p(stretch) * bent).exp() for _ in range(2))
     slant = uniform(x, generator, -1, 1) * shear * bent
-    shifts = [(uniform(x, generator, -1, 1) * (shift + 0.5)).round() * 2 / size for size in x.shape[2:]]
+    shifts = [(uniform(x, generator, -1, 1) * (shift * size + 0.5)).round() * 2 / size for size in x.shape[2:]]
     cos, sin = angle.cos(), angle.sin()
     rows = [
         torch.stack((cos * wide * flip, (slant * cos - sin) * high, shifts[1]), 1),

@@ -1,4 +1,7 @@
-"""Models for small images: of 5 to 9 million parameters, smaller ones for a CPU, and toys for tests."""
+"""Models of 5 to 9 million parameters for images of 32 pixels, smaller ones for a CPU, and toys for tests.
+
+Larger images have larger patches.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,20 +27,22 @@ class Recipe:
 def vit(image: int, classes: int, **options: Any) -> nn.Module:
     from timm.models.vision_transformer import VisionTransformer
 
-    return VisionTransformer(img_size=image, patch_size=4, num_classes=classes, **options)
+    return VisionTransformer(img_size=image, patch_size=max(4, image // 16), num_classes=classes, **options)
 
 
-def convnext(image: int, classes: int, patch: int = 1, scale: float = 1.0, **options: Any) -> nn.Module:
+def convnext(image: int, classes: int, stem: int = 1, scale: float = 1.0, **options: Any) -> nn.Module:
     from timm.models.convnext import ConvNeXt
 
     # From a stem of 2 pixels timm's first stage goes on to 4, and the mask of stage 3 would be drawn on 2×2 cells.
-    return ConvNeXt(num_classes=classes, patch_size=patch, ls_init_value=scale, **options)
+    return ConvNeXt(num_classes=classes, patch_size=stem * max(1, image // 32), ls_init_value=scale, **options)
 
 
 def swin(image: int, classes: int, **options: Any) -> nn.Module:
     from timm.models.swin_transformer import SwinTransformer
 
-    return SwinTransformer(img_size=image, patch_size=2, window_size=4, num_classes=classes, **options)
+    return SwinTransformer(
+        img_size=image, patch_size=max(2, image // 16), window_size=4, num_classes=classes, **options
+    )
 
 
 def video(image: int, classes: int, drop_path_rate: float, **options: Any) -> nn.Module:
@@ -63,7 +68,7 @@ MODELS = {
         },
     ),
     "convnext": Recipe(convnext, 2e-3, CONVNEXT),
-    "convnext2": Recipe(partial(convnext, patch=2, scale=1e-6), 2e-3, CONVNEXT),  # as for large images: an ablation
+    "convnext2": Recipe(partial(convnext, stem=2, scale=1e-6), 2e-3, CONVNEXT),  # as for large images: an ablation
     "swin": Recipe(
         swin, 1e-3,
         {
