@@ -1,17 +1,18 @@
 """Memory and speed of detectors at 800 × 1333 pixels: Mask R-CNN with ConvNeXt-T, Cascade Mask R-CNN with ConvNeXt-B.
 
     python benchmarks/detection.py --out benchmarks/results/detection.json            # on a GPU: the docs' tables
+    python benchmarks/detection.py --modes eager compiled --batches 2 --jobs 12  # prepared together, timed in turn
     python benchmarks/detection.py --device cpu --height 96 --width 128 --batches 1 --methods full "sbp r=0.5"
     python benchmarks/detection.py --show benchmarks/results/detection.json
 
 Images and objects are drawn once. Among the proposals there are enough near the objects for the most that heads take of
 them, a quarter, as in a trained detector; so memory is that of its largest steps. On a GPU the parts of the peak: what
-is allocated before the step (weights, optimizer, images), what the forward pass of each part adds and keeps, and the
-rest, short-lived or made in backward. On a CPU: bytes saved for backward, by part.
+is allocated before the step (weights, optimizer, images), what the forward pass of each part adds and keeps (a compiled
+backbone is one with the pyramid), and the rest, short-lived or made in backward. And how long its kernels run: for the
+rest of a step it waits for the CPU to launch them. On a CPU: bytes saved for backward, by part.
 """
 
 import argparse
-import gc
 import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import children
 import commandline
 import torchsbp
-from case import Stopwatch
+from case import Stopwatch, release
 from torchsbp.memory.estimate import checkpoint_blocks
 from torchsbp.memory.saved import Saved
-from torchsbp.train.detection.model import Detector
+from torchsbp.train.detection.model import Detector, compile_backbone
 from torchsbp.train.tasks.detection import Data, Detection, DetectionOptions, Lean, Model
 
 MIB = 2**20
@@ -59,16 +61,17 @@ class Method:
 
 
 RPN, HEADS = Lean(rpn=True), Lean(rpn=True, recompute=True)
+HALF = {"keep_ratio": 0.5, "per_sample": True, "exact_downsampling": True}  # as the recipes have it
 METHODS = {
     "full": Method(),
     "checkpointed backbone": Method(checkpoint=True),
     "exact lean": Method({"keep_ratio": 1.0}, RPN),
-    "sbp r=0.5, plain heads": Method({"keep_ratio": 0.5}),
-    "sbp r=0.5": Method({"keep_ratio": 0.5}, RPN),
-    "sbp r=0.25": Method({"keep_ratio": 0.25}, RPN),
-    "sbp r=0.5, heads recomputed": Method({"keep_ratio": 0.5}, HEADS),
-    "sbp r=0.5, half of the proposals": Method({"keep_ratio": 0.5}, Lean(rpn=True, proposals=0.5)),
-    "sbp r=0.5, half of the pyramid": Method({"keep_ratio": 0.5}, Lean(rpn=True, pyramid=0.5)),
+    "sbp r=0.5, plain heads": Method(HALF),
+    "sbp r=0.5": Method(HALF, RPN),
+    "sbp r=0.25": Method(HALF | {"keep_ratio": 0.25}, RPN),
+    "sbp r=0.5, heads recomputed": Method(HALF, HEADS),
+    "sbp r=0.5, half of the proposals": Method(HALF, Lean(rpn=True, proposals=0.5)),
+    "sbp r=0.5, half of the pyramid": Method(HALF, Lean(rpn=True, pyramid=0.5)),
 }
 
 
@@ -119,19 +122,38 @@ def batch_of(count: int, height: int, width: int) -> tuple[Tensor, Tensor, list[
     return images, torch.tensor([[height, width]] * count), targets
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What to measure and how: a child process builds it from this."""
+
+    model: str
+    batch: int
+    mode: str
+    method: str
+    height: int
+    width: int
+    device: str
+    warmup: int
+    steps: int
+
+    @property
+    def names(self) -> Row:
+        return {"model": self.model, "batch": self.batch, "mode": self.mode, "method": self.method}
+
+
 class Case:
     """A detector on its device, with batch and optimizer."""
 
-    def __init__(self, name: str, method: Method, args: argparse.Namespace, batch: int, compiled: bool) -> None:
+    def __init__(self, setting: Setting) -> None:
         torch.manual_seed(0)
-        self.device, self.method = args.device, method
-        self.model = detector(name, method, self.device).train()
-        method.prepare(self.model)
+        self.device, self.method, self.compiled = setting.device, METHODS[setting.method], setting.mode == "compiled"
+        self.model = detector(setting.model, self.method, self.device).train()
+        self.method.prepare(self.model)
         self.model.rpn = Near(self.model.rpn)  # type: ignore[assignment]
         self.model.to(self.device, memory_format=torch.channels_last)
-        if compiled:
-            self.model.backbone.compile(dynamic=False)
-        images, self.sizes, targets = batch_of(batch, args.height, args.width)
+        if self.compiled:
+            compile_backbone(self.model, 1)
+        images, self.sizes, targets = batch_of(setting.batch, setting.height, setting.width)
         self.images = images.to(self.device, memory_format=torch.channels_last)
         self.targets = [{key: value.to(self.device) for key, value in its.items()} for its in targets]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-5, fused=self.device == "cuda")
@@ -158,12 +180,23 @@ class Case:
             torch.cuda.synchronize()
         return statistics.median(watch.between(i, i + 1) for i in range(steps))
 
+    def busy(self) -> Row:
+        """How long the kernels of a step run on a GPU, and how many they are."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            self.step()
+            torch.cuda.synchronize()
+        found = [e for e in profiler.key_averages() if e.device_type.name == "CUDA" and not e.is_user_annotation]
+        return {
+            "busy ms": sum(e.self_device_time_total for e in found) / 1000,
+            "kernels": sum(e.count for e in found),
+        }
+
     def peak(self) -> Row:
         """MiB on a GPU: the peak of a step and its parts."""
         torch.cuda.synchronize()
         before = last = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        with Watched(self.model, torch.cuda.memory_allocated) as told:
+        with Watched(self.model, self.compiled, torch.cuda.memory_allocated) as told:
             loss = self.forward()
             forward = torch.cuda.memory_allocated()
         kept = {}
@@ -191,22 +224,25 @@ class Case:
 
 
 class Watched:
-    """Reads a number whenever a part of a detector has run forward."""
+    """Reads a number whenever a part of a detector has run forward. Hooks on what is compiled would compile it anew."""
 
-    def __init__(self, model: nn.Module, read: Callable[[], int]) -> None:
-        self.model, self.read = model, read
+    def __init__(self, model: nn.Module, compiled: bool, read: Callable[[], int]) -> None:
+        self.model, self.compiled, self.read = model, compiled, read
         self.found: dict[str, int] = {}
 
     def __enter__(self) -> dict[str, int]:
-        parts = {name: title for name, title in PARTS.items() if name != "heads"}
-        self.handles = [
-            self.model.get_submodule(name).register_forward_hook(lambda *_, title=title: self.note(title))
-            for name, title in parts.items()
-        ]
+        rpn = self.model.get_submodule("rpn")
+        self.handles = [rpn.register_forward_hook(lambda *_: self.note("proposals"))]
+        if self.compiled:
+            self.handles.append(rpn.register_forward_pre_hook(lambda *_: self.note("backbone", "pyramid")))
+        else:
+            for name in ("backbone.body", "backbone"):
+                part = self.model.get_submodule(name)
+                self.handles.append(part.register_forward_hook(lambda *_, title=PARTS[name]: self.note(title)))
         return self.found
 
-    def note(self, title: str) -> None:
-        self.found[title] = self.read()
+    def note(self, *titles: str) -> None:
+        self.found |= dict.fromkeys(titles, self.read())
 
     def __exit__(self, *_: object) -> None:
         self.note("heads")
@@ -215,31 +251,45 @@ class Watched:
 
 
 def measured(args: argparse.Namespace) -> Iterator[Row]:
-    for name in args.models:
-        for batch in args.batches:
-            for mode in args.modes:
-                for title in args.methods:
-                    about = {"model": name, "batch": batch, "mode": mode, "method": title}
-                    yield about | measure(name, METHODS[title], args, batch, mode == "compiled")
+    about = {name: getattr(args, name) for name in ("height", "width", "device", "warmup", "steps")}
+    settings = [
+        Setting(model, batch, mode, method, **about)
+        for model in args.models
+        for mode in args.modes
+        for batch in args.batches
+        for method in args.methods
+    ]
+    if args.jobs > 1:
+        yield from children.run(rows_of, settings, args.jobs, args.limit)
+        return
+    for setting in settings:
+        yield setting.names | alone(setting)
 
 
-def measure(name: str, method: Method, args: argparse.Namespace, batch: int, compiled: bool) -> Row:
-    """One case; an error is a row as well, so that the others are measured."""
+def alone(setting: Setting) -> Row:
+    """In this process; an error is a row as well, so that the others are measured."""
     try:
-        case = Case(name, method, args, batch, compiled)
-        if args.device == "cpu":
-            row = case.saved()
-        else:
-            case.time(args.warmup)
-            row = case.peak()
-        return {"step ms": case.time(args.steps), **row}
+        *_, row = rows_of(setting)
+        return row
     except (RuntimeError, torch.OutOfMemoryError) as error:
         return {"error": str(error).splitlines()[0]}
     finally:
-        case = None  # type: ignore[assignment]
-        gc.collect()
-        if args.device == "cuda":
-            torch.cuda.empty_cache()
+        release()
+
+
+def rows_of(setting: Setting) -> Iterator[Row]:
+    """Nothing when the case is warm, then its row."""
+    case = Case(setting)
+    if setting.device == "cpu":
+        yield {}
+        row = case.saved()
+    else:
+        case.time(setting.warmup)
+        release()
+        yield {}
+        case.time(2)
+        row = case.peak() | case.busy()
+    yield {"step ms": case.time(setting.steps), **row}
 
 
 def add_ratios(rows: list[Row]) -> None:
@@ -254,17 +304,18 @@ def add_ratios(rows: list[Row]) -> None:
 
 def markdown(rows: Sequence[Row]) -> str:
     titles = list(next(row["parts MiB"] for row in rows if "error" not in row))
-    lines = [f"| model, batch, mode | method | MiB | step | {' | '.join(titles)} |", "|---" * (4 + len(titles)) + "|"]
+    head = f"| model, batch, mode | method | MiB | step | GPU busy | {' | '.join(titles)} |"
+    lines = [head, "|---" * (5 + len(titles)) + "|"]
     for row in rows:
         head = f"| {row['model']}, {row['batch']}, {row['mode']} | {row['method']} | "
         if "error" in row:
             lines.append(f"{head}{row['error']} |")
             continue
         size = row.get("peak MiB", row.get("saved MiB"))
-        parts = " | ".join(f"{row['parts MiB'][title]:.0f}" for title in titles)
-        lines.append(
-            f"{head}{size:.0f}, {row['memory']:.2f}× | {row['step ms']:.0f} ms, {row['speed']:.2f}× speed | {parts} |"
-        )
+        busy = f"{row['busy ms']:.0f} ms in {row['kernels']}" if "busy ms" in row else ""
+        cells = [f"{size:.0f}, {row['memory']:.2f}×", f"{row['step ms']:.0f} ms, {row['speed']:.2f}× speed", busy]
+        cells += [f"{row['parts MiB'][title]:.0f}" for title in titles]
+        lines.append(f"{head}{' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -278,7 +329,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     result.add_argument("--width", type=int, default=1333)
     result.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     result.add_argument("--warmup", type=int, default=2)
-    result.add_argument("--steps", type=int, default=5)
+    result.add_argument("--steps", type=int, default=10)
+    result.add_argument("--jobs", type=int, default=1, help="cases prepared at the same time; one at a time is timed")
+    result.add_argument("--limit", type=float, default=240, help="seconds for a case to prepare, and to be measured")
     result.add_argument("--out", type=Path, help="JSON file for the rows, written as they come")
     result.add_argument("--commit", default="", help="commit to record, instead of what git says")
     result.add_argument("--show", type=Path, help="print the table of a file instead of measuring")

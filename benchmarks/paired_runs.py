@@ -1,22 +1,27 @@
-"""Runs of a recipe in several arms and with several seeds, at the same time on one GPU; then paired differences.
+"""Runs of a recipe in several arms and with several seeds, some at the same time; then paired differences.
 
     python benchmarks/paired_runs.py penn_fudan --out runs/penn --seeds 5 \\
       --arm full --arm "sbp --sbp.preset=default" -- --task.data.root=data/pennfudan
     python benchmarks/paired_runs.py --show runs/penn --metrics box_ap mask_ap
 
-An arm is a name and the options it adds; what stands behind -- is for all. The same seed has the same first weights and
-the same order of images in every arm. NVIDIA's multi-process service, if it is there, lets the processes share the GPU.
+An arm is a name and the options it adds; what stands behind -- is for all. The arm "full" is what the others are
+compared with: the same seed has the same first weights and the same order of samples in every arm. Every arm has its
+first seed before one has its second. What has not ended in time is stopped and not in the table. NVIDIA's multi-process
+service, if it is there, lets the processes share the GPU.
 """
 
 import argparse
 import json
 import math
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,17 +30,21 @@ T_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31,
 
 
 def shared_gpu() -> None:
-    """Start the multi-process service for the processes that follow."""
+    """Start the multi-process service for the processes that follow, if it works here."""
     control = shutil.which("nvidia-cuda-mps-control")
     if control is not None:
-        folder = Path("/tmp/mps")
+        folder = Path(tempfile.gettempdir()) / "mps"
         folder.mkdir(exist_ok=True)
-        os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
-        subprocess.run([control, "-d"], check=False)
+        service = {"CUDA_MPS_PIPE_DIRECTORY": str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
+        subprocess.run([control, "-d"], env=os.environ | service, check=False)
+        tried = [sys.executable, "-c", "import torch; torch.ones(1, device='cuda')"]
+        works = subprocess.run(tried, env=os.environ | service, check=False).returncode == 0
+        os.environ |= service if works else {}
+        print(f"multi-process service: {'used' if works else 'does not work here'}", flush=True)
 
 
-def started(recipe: str, arm: Sequence[str], seed: int, out: Path, common: Sequence[str]) -> "subprocess.Popen[bytes]":
-    name, *options = arm
+def started(recipe: str, arm: str, seed: int, out: Path, common: Sequence[str]) -> "subprocess.Popen[bytes]":
+    name, *options = shlex.split(arm)
     folder = out / f"{name}_{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torchsbp", "train", recipe, f"--seed={seed}", f"--out={folder}"]
@@ -45,52 +54,56 @@ def started(recipe: str, arm: Sequence[str], seed: int, out: Path, common: Seque
 
 
 def run(args: argparse.Namespace, common: Sequence[str]) -> None:
-    """All of them; those that are not done in time are stopped, as a signal would."""
+    """All of them, ``jobs`` at a time; those that are not done in time are stopped, as a signal would."""
     shared_gpu()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    processes = [
-        started(args.recipe, arm.split(), seed, args.out, common) for seed in range(args.seeds) for arm in args.arm
-    ]
-    end = time.monotonic() + args.limit
-    while any(process.poll() is None for process in processes) and time.monotonic() < end:
+    begin, ended = time.monotonic(), 0
+    left = deque((arm, seed) for seed in range(args.seeds) for arm in args.arm)
+    alive: dict[str, subprocess.Popen[bytes]] = {}
+    while (left or alive) and time.monotonic() < begin + args.limit:
+        while left and len(alive) < args.jobs:
+            arm, seed = left.popleft()
+            alive[f"{arm.split()[0]}_{seed}"] = started(args.recipe, arm, seed, args.out, common)
         time.sleep(1)
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-    codes = [process.wait() for process in processes]
-    print(
-        f"{codes.count(0)} of {len(codes)} runs ended well after {args.limit + time.monotonic() - end:.0f} s",
-        flush=True,
-    )
+        for name in [name for name, process in alive.items() if process.poll() is not None]:
+            code = alive.pop(name).returncode
+            ended += code == 0
+            print(f"{time.monotonic() - begin:.0f} s: {name} ended with {code}", flush=True)
+    for process in alive.values():
+        process.terminate()
+    for process in alive.values():
+        process.wait()
+    print(f"{ended} of {args.seeds * len(args.arm)} runs ended well in {time.monotonic() - begin:.0f} s", flush=True)
 
 
 def last_values(folder: Path) -> dict[str, float]:
-    """Of the last evaluation, and the memory and speed of training."""
+    """Of the last evaluation, and the memory and speed of training; nothing of a run that has not ended."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    values = next((line for line in reversed(lines) if line["kind"] == "valid"), {})
-    trained = next((line for line in reversed(lines) if line["kind"] == "train"), {})
-    return {**{k: v for k, v in trained.items() if k in ("memory_mib", "images_per_s", "epoch")}, **values}
+    if lines[-1]["kind"] != "end":
+        return {}
+    values = next(line for line in reversed(lines) if line["kind"] == "valid")
+    trained = next(line for line in reversed(lines) if line["kind"] == "train")
+    return {**{name: value for name, value in trained.items() if name in ("memory_mib", "epoch")}, **values}
 
 
 def table(out: Path, metrics: Sequence[str]) -> str:
-    """Every arm's mean and its paired difference from the first one, with a 95 % interval."""
+    """Every arm's mean and its paired difference from that called "full", with a 95 % interval."""
     runs: dict[str, dict[int, dict[str, float]]] = {}
     for path in sorted(out.glob("*_*/metrics.jsonl")):
         arm, _, seed = path.parent.name.rpartition("_")
         values = last_values(path.parent)
-        if all(metric in values for metric in metrics):
+        if values:
             runs.setdefault(arm, {})[int(seed)] = values
     if not runs:
-        return f"no run in {out} has been evaluated: see its log.txt"
-    first = "full" if "full" in runs else next(iter(runs))
+        return f"no run in {out} has ended: see its log.txt"
+    full = runs.get("full", {})
     lines = [f"| arm | seeds | epochs | {' | '.join(metrics)} | MiB |", "|---" * (4 + len(metrics)) + "|"]
-    for arm in sorted(runs, key=lambda name: name != first):
+    for arm in sorted(runs, key=lambda name: name != "full"):
         cells = []
         for metric in metrics:
-            values = {seed: its[metric] for seed, its in runs[arm].items()}
-            others = {seed: its[metric] for seed, its in runs[first].items()}
-            pairs = [values[seed] - others[seed] for seed in values if seed in others]
-            cells.append(f"{mean_of(list(values.values()))}{'' if arm == first else f', Δ {mean_of(pairs)}'}")
+            pairs = [its[metric] - full[seed][metric] for seed, its in runs[arm].items() if seed in full]
+            difference = f", Δ {mean_of(pairs)}" if arm != "full" and pairs else ""
+            cells.append(f"{mean_of([its[metric] for its in runs[arm].values()])}{difference}")
         memory = statistics.mean(its["memory_mib"] for its in runs[arm].values())
         epochs = min(its["epoch"] for its in runs[arm].values())
         lines.append(f"| {arm} | {len(runs[arm])} | {epochs:.0f} | {' | '.join(cells)} | {memory:.0f} |")
@@ -111,6 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="a folder for the runs")
     parser.add_argument("--arm", action="append", default=[], help="its name, and its options")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=12, help="runs at the same time")
     parser.add_argument("--limit", type=float, default=3600, help="seconds")
     parser.add_argument("--metrics", nargs="+", default=["box_ap", "mask_ap"])
     parser.add_argument("--show", type=Path, help="print the table of a folder instead of running")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchvision.models import swin_transformer as vision
 from torchvision.models.video.swin_transformer import SwinTransformer3d
 
-ALL, QUERY = ("query", "qkv", "head", "exact"), ("query",)
+ALL, NO_HEAD, QUERY = ("query", "qkv", "head", "exact"), ("query", "qkv", "exact"), ("query",)
 
 
 @dataclass(frozen=True)
@@ -184,6 +184,15 @@ TRANSFORMERS = {
     "transformers dinov2 with registers": lean_transformers(
         "Dinov2WithRegistersForImageClassification", num_register_tokens=2, **DINOV2
     ),
+    "transformers beit": lean_transformers(
+        "BeitForImageClassification",
+        same_bits=False,
+        drop_path="drop_path_rate",
+        use_relative_position_bias=True,
+        use_shared_relative_position_bias=True,
+        layer_scale_init_value=0.5,
+        **VIT,
+    ),
     "transformers clip": lean_transformers("CLIPForImageClassification", **TOWER),
     "transformers siglip": lean_transformers("SiglipForImageClassification", **TOWER),
     "transformers videomae": lean_transformers("VideoMAEForVideoClassification", same_bits=False, **VIDEOMAE),
@@ -220,6 +229,13 @@ GROUPED = {"num_kv_heads": 1} if "num_kv_heads" in EVA else {}
 NORMED = {"qk_norm": True} if "qk_norm" in EVA else {}
 
 
+class OwnNorm(nn.LayerNorm):
+    """One that no description knows: blocks with it run again."""
+
+
+OWN = {"norm_layer": OwnNorm}
+
+
 def tokens(name: str, *, same_bits: bool = True, rules: tuple[str, ...] = QUERY, **options: Any) -> Tiny:
     sizes = VIT_SIZES | {"img_size": (32, 48), "patch_size": 8}
     return Tiny(of_timm(name, **sizes | options), "tokens", (3, 32, 48), rules, same_bits=same_bits)
@@ -231,18 +247,22 @@ def mixer(**options: Any) -> Tiny:
 
 
 # PyTorch takes another attention kernel where it need not differentiate a bias: forward is equal to rounding.
-learned_bias = partial(tokens, same_bits=False)
+learned_bias = partial(tokens, same_bits=False, rules=ALL)
 TOKENS = {
     "swiglu": tokens("vit_tiny_patch16_224", mlp_layer=SwiGLU, init_values=0.5, rules=ALL, same_bits=False),
-    "packed swiglu": tokens("vit_tiny_patch16_224", mlp_layer=SwiGLUPacked, scale_attn_norm=True, scale_mlp_norm=True),
+    "packed swiglu": tokens(
+        "vit_tiny_patch16_224", mlp_layer=SwiGLUPacked, scale_attn_norm=True, scale_mlp_norm=True, rules=NO_HEAD
+    ),
     "differential attention": tokens("vit_tiny_patch16_224", attn_layer="diff", qk_norm=True, embed_dim=48),
     "parallel": tokens("vit_tiny_patch16_224", block_fn=vit.ParallelThingsBlock, init_values=0.5),
     "one piece": tokens("vit_tiny_patch16_224", block_fn=vit.ParallelScalingBlock, qk_norm=True),
-    "post norm": tokens("vit_tiny_patch16_224", block_fn=vit.ResPostBlock, init_values=0.5),
+    "post norm": tokens("vit_tiny_patch16_224", block_fn=vit.ResPostBlock, init_values=0.5, rules=NO_HEAD),
     "eva": tokens("eva_giant_patch14_224"),
     "eva02": tokens("eva02_tiny_patch14_224", rules=ALL),
-    "eva02, inner norm": tokens("eva02_tiny_patch14_224", scale_attn_inner=True),
-    "eva post norm": tokens("eva_giant_patch14_224", use_post_norm=True, use_rot_pos_emb=True, scale_attn_inner=True),
+    "eva02, inner norm": tokens("eva02_tiny_patch14_224", scale_attn_inner=True, rules=NO_HEAD),
+    "eva post norm": tokens(
+        "eva_giant_patch14_224", use_post_norm=True, use_rot_pos_emb=True, scale_attn_inner=True, rules=NO_HEAD
+    ),
     "dinov3": tokens("vit_small_patch16_dinov3", init_values=0.5),
     "dinov3 split qkv": tokens("vit_small_plus_patch16_dinov3", qkv_fused=False, attn_type="rope", **GROUPED),
     "mixed rope": tokens("vit_small_patch16_rope_mixed_224", init_values=0.5),
@@ -254,8 +274,17 @@ TOKENS = {
     ),
     "relative": learned_bias("vit_relpos_small_patch16_224", init_values=0.5),
     "relative class token": learned_bias("vit_relpos_base_patch16_clsgap_224", qk_norm=True, rel_pos_type="bias"),
-    "relative post norm": learned_bias("vit_relpos_small_patch16_rpn_224"),
+    "relative post norm": learned_bias("vit_relpos_small_patch16_rpn_224", rules=NO_HEAD),
     "shared relative": learned_bias("vit_srelpos_small_patch16_224", init_values=0.5),
+    "vit, own norm": tokens("vit_tiny_patch16_224", init_values=0.5, **OWN),
+    "eva02, own norm": tokens("eva02_tiny_patch14_224", **OWN),
+    "eva post norm, own norm": tokens("eva_giant_patch14_224", use_post_norm=True, use_rot_pos_emb=True, **OWN),
+    "mixed rope, own norm": tokens("vit_small_patch16_rope_mixed_224", **OWN),
+    "beit, own norm": tokens("beitv2_base_patch16_224", init_values=0.5, same_bits=False, **OWN),
+    "beit shared bias, own norm": tokens(
+        "beit_base_patch16_224", use_rel_pos_bias=True, use_shared_rel_pos_bias=True, same_bits=False, **OWN
+    ),
+    "relative, own norm": tokens("vit_relpos_small_patch16_224", init_values=0.5, same_bits=False, **OWN),
     "mixer": mixer(),
     "resmlp": mixer(block_layer=mlp_mixer.ResBlock, mlp_ratio=4, norm_layer=mlp_mixer.Affine),
     "gmlp": mixer(block_layer=mlp_mixer.SpatialGatingBlock, mlp_ratio=4, mlp_layer=GatedMlp),
@@ -296,19 +325,23 @@ POINTWISE = {
     "convnext patches of 2": pointwise("convnext_tiny", patch_size=2),
 }
 
+
 SWIN = {"depths": (2, 2), "num_heads": (2, 3), "embed_dim": 12}
 
 
 def timm_swin(cls: type, size: tuple[int, int] = (64, 64), **options: Any) -> Tiny:
     sizes = SWIN | {"img_size": 64, "patch_size": 4, "window_size": 4, "drop_path_rate": 0.0, "num_classes": 5}
-    return Tiny(partial(cls, **sizes | options), "windows", (3, *size))
+    # Cosines are multiplied by their scale before their sum, not behind it.
+    same_bits = cls is SwinTransformer or "norm_layer" in options
+    return Tiny(partial(cls, **sizes | options), "windows", (3, *size), same_bits=same_bits)
 
 
 def torchvision_swin(window: tuple[int, ...], size: tuple[int, ...] = (64, 64), **options: Any) -> Tiny:
     cls = SwinTransformer3d if len(window) == 3 else vision.SwinTransformer
     sizes = {"patch_size": [2, 4, 4][-len(window) :], "window_size": list(window), "num_classes": 5}
     build = partial(cls, **SWIN | sizes | {"stochastic_depth_prob": 0.0} | options)
-    return Tiny(build, "windows", (3, *size), drop_path="stochastic_depth_prob")
+    same_bits = "block" not in options or "norm_layer" in options
+    return Tiny(build, "windows", (3, *size), drop_path="stochastic_depth_prob", same_bits=same_bits)
 
 
 def transformers_swin(name: str, size: tuple[int, int] = (64, 64), **options: Any) -> Tiny:
@@ -325,22 +358,28 @@ WINDOWS = {
     "swin": timm_swin(SwinTransformer),
     "swin, padded": timm_swin(SwinTransformer, (36, 52), window_size=5, **FREE),
     "swin, window of the grid": timm_swin(SwinTransformer, (32, 32), window_size=8, img_size=32),
+    "swin, own norm": timm_swin(SwinTransformer, **OWN),
     "swin v2": timm_swin(SwinTransformerV2),
     "swin v2, padded": timm_swin(SwinTransformerV2, (36, 52), window_size=(5, 3), **FREE),
+    "swin v2, own norm": timm_swin(SwinTransformerV2, (36, 52), window_size=(5, 3), **OWN, **FREE),
     "swin CR": timm_swin(SwinTransformerV2Cr, init_values=0.5),
     "swin CR, padded, norms": timm_swin(
         SwinTransformerV2Cr, (36, 52), window_size=(3, 5), extra_norm_stage=True, init_values=None, **FREE
     ),
+    "swin CR, own norm": timm_swin(SwinTransformerV2Cr, extra_norm_stage=True, init_values=0.5, **OWN),
     "torchvision swin": torchvision_swin((4, 4)),
     "torchvision swin, padded": torchvision_swin((5, 5), (36, 52)),
     "torchvision swin v2": torchvision_swin((4, 4), **V2),
     "torchvision swin v2, padded": torchvision_swin((5, 3), (36, 20), **V2),
+    "torchvision swin v2, own norm": torchvision_swin((4, 4), **V2, **OWN),
     "video swin": torchvision_swin((2, 4, 4), (8, 32, 32)),
     "video swin, padded": torchvision_swin((4, 3, 5), (10, 36, 28)),
+    "video swin, own norm": torchvision_swin((4, 3, 5), (10, 36, 28), **OWN),
     "transformers swin": transformers_swin("Swin"),
     "transformers swin, padded": transformers_swin("Swin", (36, 52), window_size=3),
     "transformers swin v2": transformers_swin("Swinv2"),
     "transformers swin v2, padded": transformers_swin("Swinv2", (36, 52), window_size=3),
+    "transformers swin v2, own activation": transformers_swin("Swinv2", hidden_act="mish"),
 }
 
 TRANSFORMERS_POINTWISE = {

@@ -81,8 +81,10 @@ def written_out(keep: Tensor | None = None, silent: Tensor | None = None) -> Ite
     """F.scaled_dot_product_attention, which the libraries call, with scores and values gated at the rows ``keep``
     (``[B, 1, N]``), and some heads silenced."""
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwargs: object) -> Tensor:
-        m = q @ k.mT * q.shape[-1] ** -0.5
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *args: object, **kwargs: object
+    ) -> Tensor:
+        m = q @ k.mT * q.shape[-1] ** -0.5 + (0 if attn_mask is None else attn_mask)
         if keep is not None:
             rows = keep.unsqueeze(-1)
             m, v = torch.where(rows & rows.mT, m, m.detach()), torch.where(rows, v, v.detach())
@@ -105,7 +107,7 @@ def gate_heads(block: nn.Module, gate: Gate, parts: Any, config: SBPConfig, head
     dropped = [h for h in range(n) if heads is not None and h not in heads]
     silent = torch.tensor(dropped, dtype=torch.long, device=gate.positions.device)
     middle: list[Tensor] = []
-    find(block, parts.norm2).register_forward_pre_hook(lambda module, args: middle.append(args[0]))
+    find(block, parts.norm2 or parts.fc1).register_forward_pre_hook(lambda module, args: middle.append(args[0]))
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         contributed: list[Tensor] = []
@@ -120,19 +122,24 @@ def gate_heads(block: nn.Module, gate: Gate, parts: Any, config: SBPConfig, head
 
 
 def attention_end(block: nn.Module, parts: Any) -> nn.Module:
-    """The last module of the attention branch but for stochastic depth: layer scale, or the projection."""
+    """The last module of the attention branch but for stochastic depth: layer scale, or the projection. Where the
+    block's own code multiplies by the scale, stochastic depth."""
     holder = find(block, parts.proj.rpartition(".")[0])
     if isinstance(holder, nn.MultiheadAttention):  # its projection runs inside of it
         return holder
+    if isinstance(find(block, parts.scale1), Tensor) and "." not in parts.scale1:
+        return find(block, parts.drop1)
     scale = find(block, parts.scale1.rpartition(".")[0])
     return scale if isinstance(scale, nn.Module) else find(block, parts.proj)
 
 
 @contextmanager
 def hooked(module: nn.Module, change: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
-    """The module's output, or the first of its outputs, goes through ``change``; None leaves it as it is."""
+    """The module's output, or the first of its outputs, goes through ``change``; None leaves it as it is. Of a module
+    that both branches call, stochastic depth, that is the first call's."""
 
     def hook(module: nn.Module, args: Any, y: Any) -> Any:
+        handle.remove()
         if not isinstance(y, tuple):
             return change(y)
         changed = change(y[0])

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import torchsbp
 
-from .models import LEAN, images, tiny_vit
+from .models import LEAN, MODELS, images, tiny_vit
 from .oracle import check_step
 from .patching.test_compose import spawn
 from .steps import assert_gradients, distance, entry_of, gradients_of, loss_of, step
@@ -25,8 +25,8 @@ NAMES = ["vit", "vit layer scale, drop path", "vit qk norm, no bias", "convnext"
 def pair(name: str, **options):
     # Heads of width 32: the fused kernels want a multiple of 8.
     wider = {"embed_dim": 96} if name.startswith("vit") else {}
-    plain = LEAN[name].model(**wider).float().cuda()
-    return plain, torchsbp.apply(copy.deepcopy(plain), **options), images().float().cuda()
+    plain = MODELS[name].model(**wider).float().cuda()
+    return plain, torchsbp.apply(copy.deepcopy(plain), **options), MODELS[name].images(3).float().cuda()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
@@ -111,6 +111,35 @@ def test_a_whole_step_as_a_cuda_graph(name):
     assert not torch.equal(drawn[0], drawn[1])
     for found, wanted in zip(models[1].parameters(), eager.parameters(), strict=True):
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("options", [{}, {"per_sample": True, "sampler": "random"}, {"per_block": True}], ids=str)
+@pytest.mark.parametrize("name", ["vit", "convnext", "swin"])
+def test_masks_are_drawn_as_one_launch(name, options, padded):
+    """From the second forward on a graph draws them: the same masks, also while an earlier backward has not come."""
+    _, model, x = pair(name, keep_ratio=0.5, **options)
+    height, width = x.shape[-2:]
+    plain = copy.deepcopy(model)
+    captures = entry_of(model).sbp.masks.captures
+    entry_of(plain).sbp.masks.captures.drawn = lambda draw, sizes, step, depends: draw(sizes)
+    losses, expected = [], []
+    for i in range(4):
+        for its in (model, plain) if padded else ():
+            torchsbp.set_sizes(its, [(height - 4 * i, width)] * len(x), (height, width))
+        losses.append(model(x).square().sum())
+        expected.append(plain(x).square().sum())
+        found = torchsbp.kept(model), torchsbp.kept(plain)
+        assert all(torch.equal(found[0][site], found[1][site]) for site in found[0])
+    (captured,) = captures.graphs.values()
+    assert isinstance(captured.graph, torch.cuda.CUDAGraph)
+    sum(losses).backward()
+    sum(expected).backward()
+    assert_gradients(gradients_of(model), gradients_of(plain), rtol=1e-6)
+    copied = copy.deepcopy(model)
+    copied(x), plain(x)
+    found = torchsbp.kept(copied), torchsbp.kept(plain)
+    assert all(torch.equal(found[0][site], found[1][site]) for site in found[0])
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # Inductor's, on what is not enabled here

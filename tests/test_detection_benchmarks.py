@@ -1,4 +1,4 @@
-"""Benchmarks of detectors on tiny models: methods save what their names say, paired runs are told as pairs."""
+"""Benchmarks of detectors on tiny models: methods save what their names say."""
 
 import importlib
 import json
@@ -16,7 +16,7 @@ from torchsbp.train.data.coco import open_coco
 from .train.detection.detectors import TINY
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-NAMES = ("detection", "detection_data", "paired_runs")
+NAMES = ("detection", "detection_data")
 MODEL = "mask_rcnn_convnext_tiny"
 
 
@@ -80,28 +80,8 @@ def test_a_case_that_fails_is_a_row(bench, monkeypatch):
         raise RuntimeError("out of memory\nmore of it")
 
     monkeypatch.setattr(bench.detection, "Case", fails)
-    args = SimpleNamespace(device="cpu", steps=1)
-    assert bench.detection.measure(MODEL, bench.detection.METHODS["full"], args, 1, False) == {"error": "out of memory"}
-
-
-def test_paired_differences_have_an_interval(bench, tmp_path):
-    values = {"full": [50.0, 52, 54], "sbp": [49.0, 51.5, 54.5]}
-    for arm, found in values.items():
-        for seed, value in enumerate(found):
-            folder = tmp_path / f"{arm}_{seed}"
-            folder.mkdir()
-            lines = [
-                {"kind": "train", "step": 1, "memory_mib": 100, "epoch": 3.0},
-                {"kind": "valid", "step": 1, "box_ap": value, "epoch": 3.0},
-            ]
-            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    table = bench.paired_runs.table(tmp_path, ["box_ap"]).splitlines()
-    assert table[2] == "| full | 3 | 3 | 52.00 ± 4.97 | 100 |"
-    assert table[3] == "| sbp | 3 | 3 | 51.67 ± 6.84, Δ -0.33 ± 1.90 | 100 |"
-
-
-def test_runs_that_all_failed_are_told(bench, tmp_path):
-    assert "no run in" in bench.paired_runs.table(tmp_path, ["box_ap"])
+    setting = bench.detection.Setting(MODEL, 1, "eager", "full", 60, 90, "cpu", 0, 1)
+    assert bench.detection.alone(setting) == {"error": "out of memory"}
 
 
 def test_a_zip_becomes_cocos_layout(bench, tmp_path):

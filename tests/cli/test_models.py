@@ -29,7 +29,7 @@ def test_every_adapter_is_listed_with_its_classes(capsys):
     assert lines[0] == "timm"
     assert "torchvision" in lines
     assert "    Block                      lean, else run again" in lines
-    assert "lean: the backward pass is written out for its parts; attention rules of all: query, qkv" in lines
+    assert "lean: the backward pass is written out for its parts; attention rules of all: query, qkv, exact" in lines
     assert "run again: its own forward runs again on kept rows; attention rules of all: query" in lines
 
 
@@ -79,10 +79,10 @@ def test_an_adapter_of_your_own_is_listed(capsys):
             ],
         ),
         (
-            "beit_base_patch16_224",
+            "mixer_b32_224",
             [
-                "beit_base_patch16_224: timm BEiT, timm.models.beit.Beit",
-                "  blocks.0 … blocks.3 (4)   Block  run again, exact",
+                "mixer_b32_224: timm MLP-Mixer, timm.models.mlp_mixer.MlpMixer",
+                "  blocks.0 … blocks.3 (4)   MixerBlock  run again, exact",
             ],
         ),
     ],

@@ -1,5 +1,7 @@
 """Random parameters, kept rows and comparisons shared by the op tests."""
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
@@ -39,6 +41,15 @@ def attention_params(
         param(c, **kw), b(c), param(3 * c, c, **kw), b(3 * c), *qk, param(c, c, **kw), b(c),
         param(c, **kw) if scale else None,
     )  # fmt: skip
+
+
+Branch = TypeVar("Branch", AttentionParams, MLPParams)
+
+
+def post_norm(p: Branch) -> Branch:
+    """The norm behind the branch instead of before it, and no layer scale."""
+    weight, bias = p.norm_weight, p.norm_bias
+    return p._replace(norm_weight=None, norm_bias=None, post_norm_weight=weight, post_norm_bias=bias, scale=None)
 
 
 def downsample_params(c: int, out: int, kernel: int, *, bias: bool = True, **kw) -> DownsampleParams:

@@ -1,13 +1,17 @@
+import re
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from torchsbp.ops import reference
 from torchsbp.ops.attention import attention_branch
 from torchsbp.ops.heads import AttentionParams, AttentionSpec
-from torchsbp.ops.layers import BackwardOptions, Norm
+from torchsbp.ops.layers import COSINE, NO_NORM, BackwardOptions, Norm, norm_again, norm_backward
 from torchsbp.ops.rules import RULES
+from torchsbp.ops.window_attention import NO_WINDOWS, one_window
 
-from .helpers import RATIOS, assert_same_gradients, attention_params, gradients, kept_rows
+from .helpers import RATIOS, assert_same_gradients, attention_params, gradients, kept_rows, param, post_norm
 
 B, N, C, HEADS = 3, 20, 24, 3
 
@@ -22,9 +26,9 @@ def spec_of(rule: str, **kw) -> AttentionSpec:
     return AttentionSpec(HEADS, (C // HEADS) ** -0.5, rule=RULES[rule], **kw)
 
 
-def check(x, dy, p, rows, heads, spec, factor=None, options=BackwardOptions()):
-    ours = attention_branch(x, rows, p, spec, heads=heads, factor=factor, options=options)
-    theirs = reference.attention_branch(x, rows, p, spec, heads, factor, options.scope)
+def check(x, dy, p, rows, heads, spec, factor=None, options=BackwardOptions(), cut=NO_WINDOWS):
+    ours = attention_branch(x, rows, p, spec, heads=heads, factor=factor, options=options, cut=cut)
+    theirs = reference.attention_branch(x, rows, p, spec, heads, factor, options.scope, cut=cut)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     assert_same_gradients(gradients(ours, dy, (x, *p)), gradients(theirs, dy, (x, *p)))
 
@@ -60,6 +64,49 @@ def test_variants_equal_reference(rule, qk_norm, bias, scale):
     check(x, dy, p, rows, heads, spec_of(rule, qk_norm=qk_norm))
 
 
+@pytest.mark.parametrize("rule", ["query", "qkv", "head"])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("ratio", [1.0, 0.25])
+def test_a_bias_of_all_scores_equals_reference(ratio, shared, rule):
+    """All rows are one window then."""
+    x, dy, p = inputs(qk_norm=True)
+    p = p._replace(score_bias=param(HEADS, N, N))
+    rows, heads = (None, torch.tensor([0, 2])) if rule == "head" else (kept_rows(B, N, ratio, shared), None)
+    check(x, dy, p, rows, heads, spec_of(rule, qk_norm=Norm()), cut=one_window(N, rows, B, shared, x.device))
+
+
+@pytest.mark.parametrize("rule", ["query", "qkv", "exact"])
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("norm", [Norm(1e-5), Norm(1e-6, "rms")])
+def test_inner_norms_equal_reference(norm, recompute, rule):
+    x, dy, p = inputs()
+    p = p._replace(inner_norm_weight=param(C), inner_norm_bias=param(C) if norm.kind == "layer" else None)
+    check(
+        x, dy, p, kept_rows(B, N, 0.5), None, spec_of(rule, inner_norm=norm), None, BackwardOptions(recompute=recompute)
+    )
+
+
+@pytest.mark.parametrize("rule", ["query", "qkv"])
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
+def test_cosines_and_a_norm_behind_equal_reference(ratio, recompute, rule):
+    x, dy, p = inputs()
+    p = post_norm(p)._replace(q_norm_weight=param(HEADS, 1, 1), inner_norm_weight=param(C))
+    spec = spec_of(rule, norm=NO_NORM, qk_norm=COSINE, inner_norm=Norm(kind="rms"), post_norm=Norm(1e-5))
+    check(x, dy, p, kept_rows(B, N, ratio), None, spec, options=BackwardOptions(recompute=recompute))
+
+
+def test_cosines_are_those_of_torch():
+    """Also of a vector of no length."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 5, 4, dtype=torch.float64).index_fill(2, torch.tensor(1), 0).requires_grad_()
+    weight, dy = param(3, 1, 1), torch.randn(2, 3, 5, 4, dtype=torch.float64)
+    expected = torch.autograd.grad(F.normalize(x, dim=-1) * weight, (x, weight), dy)
+    n = norm_again(x.detach(), weight.detach(), None, COSINE, None)
+    torch.testing.assert_close(n.y, F.normalize(x, dim=-1) * weight, rtol=1e-14, atol=0)
+    assert_same_gradients(norm_backward(dy, n, weight.detach(), None, COSINE, True, False)[:2], expected)
+
+
 def test_rule_qkv_zeroes_the_map_outside_kept_rows_and_columns():
     """The definition, as equations: dM_ij = 0 unless i and j are kept; dV_j = 0 unless j is kept."""
     torch.manual_seed(0)
@@ -82,7 +129,10 @@ def test_gradcheck_at_ratio_one():
     assert torch.autograd.gradcheck(lambda x, *p: attention_branch(x, None, AttentionParams(*p), spec), (x, *p))
 
 
-@pytest.mark.parametrize("frozen", [name for name in AttentionParams._fields if name not in ("score_bias", "rope")])
+OTHERS = [name for name in AttentionParams._fields if re.match("score_bias|rope|inner_norm|post_norm", name)]
+
+
+@pytest.mark.parametrize("frozen", [name for name in AttentionParams._fields if name not in OTHERS])
 def test_frozen_parameter_gets_no_gradient_and_the_others_keep_theirs(frozen):
     x, dy, p = inputs(qk_norm=True)
     rows, spec = kept_rows(B, N, 0.5), spec_of("query", qk_norm=Norm())
@@ -90,7 +140,7 @@ def test_frozen_parameter_gets_no_gradient_and_the_others_keep_theirs(frozen):
     getattr(p, frozen).requires_grad_(False)
     ours = gradients(attention_branch(x, rows, p, spec), dy, (x, *p))
     for name, a, b in zip(("x", *p._fields), ours, everything, strict=True):
-        assert a is None if name in (frozen, "score_bias", "rope") else torch.allclose(a, b, rtol=1e-12, atol=1e-14)
+        assert a is None if name in (frozen, *OTHERS) else torch.allclose(a, b, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("rule", ["query", "qkv", "head"])

@@ -4,13 +4,13 @@ import torch
 from torchsbp.ops import reference
 from torchsbp.ops.block import transformer_block
 from torchsbp.ops.heads import AttentionParams, AttentionSpec
-from torchsbp.ops.layers import BackwardOptions
+from torchsbp.ops.layers import NO_NORM, BackwardOptions, Norm
 from torchsbp.ops.mlp import MLPParams, MLPSpec
 from torchsbp.ops.named import split
 from torchsbp.ops.rows import RowWeight
 from torchsbp.ops.rules import RULES
 
-from .helpers import RATIOS, assert_same_gradients, attention_params, gradients, kept_rows, mlp_params
+from .helpers import RATIOS, assert_same_gradients, attention_params, gradients, kept_rows, mlp_params, post_norm
 
 B, N, C, HEADS = 3, 20, 24, 3
 
@@ -37,6 +37,23 @@ def test_equals_reference(ratio, rule, scope, recompute):
         x, rows, p1, spec, p2, MLPSpec(), factors=factors, options=BackwardOptions(scope, recompute)
     )
     theirs = reference.transformer_block(x, rows, p1, spec, p2, MLPSpec(), factors, scope)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    leaves = (x, *p1, *p2)
+    assert_same_gradients(gradients(ours, dy, leaves), gradients(theirs, dy, leaves))
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("scope", ["branch", "block"])
+@pytest.mark.parametrize("rule", ["query", "qkv", "exact"])
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
+def test_norms_behind_equal_reference(ratio, rule, scope, recompute):
+    x, dy, p1, p2 = inputs()
+    p1, p2, rows = post_norm(p1), post_norm(p2), kept_rows(B, N, ratio)
+    spec1, spec2 = spec_of(rule)._replace(norm=NO_NORM, post_norm=Norm()), MLPSpec(NO_NORM, post_norm=Norm())
+    factors = torch.tensor([[0.0, 1.0, 2.0], [2.0, 0.0, 1.0]], dtype=x.dtype).unbind()
+    options = BackwardOptions(scope, recompute)
+    ours = transformer_block(x, rows, p1, spec1, p2, spec2, factors=factors, options=options)
+    theirs = reference.transformer_block(x, rows, p1, spec1, p2, spec2, factors, scope)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     leaves = (x, *p1, *p2)
     assert_same_gradients(gradients(ours, dy, leaves), gradients(theirs, dy, leaves))
@@ -106,11 +123,15 @@ def test_gradcheck_at_ratio_one():
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("rule", ["query", "qkv", "exact"])
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
-def test_saved_bytes_are_those_of_the_formula(rule, ratio, recompute):
+@pytest.mark.parametrize("behind", [False, True])
+def test_saved_bytes_are_those_of_the_formula(behind, rule, ratio, recompute):
     """x (kept rows under "qkv"), attention output and log-sum-exp of kept rows, indices; Q, K, V and the hidden layer
-    unless they are recomputed; nothing else."""
+    unless they are recomputed; nothing else, also where norms are behind the branches."""
     x, _, p1, p2 = inputs()
-    rows = kept_rows(B, N, ratio)
+    rows, spec1, spec2 = kept_rows(B, N, ratio), spec_of(rule), MLPSpec()
+    if behind:
+        p1, p2, spec1 = post_norm(p1), post_norm(p2), spec1._replace(norm=NO_NORM, post_norm=Norm())
+        spec2 = MLPSpec(NO_NORM, post_norm=Norm())
     saved = 0
     params = {t.data_ptr() for t in (*p1, *p2) if t is not None}
     storages = set()
@@ -123,7 +144,7 @@ def test_saved_bytes_are_those_of_the_formula(rule, ratio, recompute):
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = transformer_block(x, rows, p1, spec_of(rule), p2, MLPSpec(), options=BackwardOptions(recompute=recompute))
+        y = transformer_block(x, rows, p1, spec1, p2, spec2, options=BackwardOptions(recompute=recompute))
     k = B * round(ratio * N)
     kv, q = k if rule == "qkv" else B * N, B * N if rule == "exact" else k
     numbers = kv * C + q * C + q * HEADS

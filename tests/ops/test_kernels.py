@@ -12,15 +12,23 @@ from torchsbp.ops.block import transformer_block
 from torchsbp.ops.device import CPU, CUDA, substituted
 from torchsbp.ops.downsample import DownsampleSpec, downsample
 from torchsbp.ops.heads import AttentionSpec
-from torchsbp.ops.kernel_steps import ACTIVATION_CODES, KernelSteps, launch, rotated, take_rows
-from torchsbp.ops.layers import BackwardOptions, Norm, norm_again
+from torchsbp.ops.kernel_steps import (
+    ACTIVATION_CODES,
+    ACTIVATION_TILE,
+    KernelSteps,
+    keep_rows,
+    launch,
+    rotated,
+    take_rows,
+)
+from torchsbp.ops.layers import NO_NORM, BackwardOptions, Norm, norm_again
 from torchsbp.ops.mlp import MLPSpec, mlp_branch
 from torchsbp.ops.rotary import rotate, rotate_backward
-from torchsbp.ops.rows import RowWeight
+from torchsbp.ops.rows import RowWeight, inverse
 from torchsbp.ops.rules import RULES
 from torchsbp.ops.steps import Affine, Steps
 
-from .helpers import attention_params, downsample_params, gradients, kept_rows, mlp_params
+from .helpers import attention_params, downsample_params, gradients, kept_rows, mlp_params, post_norm
 
 pytest.importorskip("triton")
 
@@ -60,14 +68,31 @@ def seed():
 
 def test_cast():
     tensors = randn(3, 4), None, randn(5).bfloat16(), randn(6)
-    found = check(lambda steps: steps.cast(torch.bfloat16, *tensors))
-    assert found[2] is tensors[2]
+    a, b, c, d = CUDA().cast(torch.bfloat16, *tensors)
+    assert torch.equal(a, tensors[0].bfloat16())
+    assert b is None
+    assert c is tensors[2]
+    assert torch.equal(d, tensors[3].bfloat16())
+    assert all(a is b for a, b in zip(CUDA().cast(None, *tensors), tensors, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_take(dtype):
     x, rows = randn(SAMPLES * N, C).bfloat16().float(), rows_of(0.3)  # the interpreter does not round as GPUs do
     assert torch.equal(take_rows(x, rows, dtype), x[rows].to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("x_rows", [False, True])
+@pytest.mark.parametrize("rows_first", [False, True])
+def test_keep(rows_first, x_rows, dtype):
+    """Of a log-sum-exp whose rows lie as one or the other kernel leaves them."""
+    x, o, rows = randn(SAMPLES, N, C).bfloat16().float(), randn(SAMPLES, N, 30), rows_of(0.3)
+    lse = randn(SAMPLES, N, 3).transpose(1, 2) if rows_first else randn(SAMPLES, 3, N)
+    found = keep_rows(launch, x, o, lse, rows, dtype, x_rows)
+    for ours, plain in zip(found, CPU().save_attention(x, o, lse, rows, dtype, x_rows), strict=True):
+        assert ours.is_contiguous()
+        assert torch.equal(ours, plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -100,6 +125,14 @@ def test_normalise(ratio, branch, affine, kind):
         return n.y, n.x, None if n.mean is None else n.mean.flatten(), n.rstd.flatten()
 
     check(run)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_normalise_gives_kept_rows_apart(given):
+    x, rows, norm = randn(SAMPLES * N, C) + 2, rows_of(0.3), norm_of(True)
+    place = inverse(rows, SAMPLES * N) if given else None
+    n = KernelSteps(x, 0).normalise(x, norm, torch.bfloat16, after=x, kept=rows, inverse=place)
+    assert torch.equal(n.y_kept, n.y[rows])
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
@@ -176,20 +209,18 @@ def test_an_activation_that_the_kernel_does_not_know_runs_as_itself(overwrite, m
 
 def test_the_kernel_refuses_a_code_that_it_does_not_know():
     h = randn(4, 8)
-    arguments = {"sums": randn(1, 8), "first": 0, "columns": 8, "count": 4, "H": 8, "ROWS": 4, "BLOCK": 8}
-    with pytest.raises(Exception, match="the kernel has no activation of that code"):
-        launch("activation", (1, 1), h=h, dg=h.clone(), g=h.clone(), **arguments, CODE=99, OVERWRITE=False)
+    arguments = {"sums": randn(1, 8), "first": 0, "columns": 8, "count": 4, "H": 8, "CODE": 99, "OVERWRITE": False}
+    with pytest.raises(Exception) as raised:
+        launch("activation", (1, 1), h=h, dg=h.clone(), g=h.clone(), **arguments, **ACTIVATION_TILE)
+    told = f"{raised.value} {raised.value.__cause__}"  # a compiler tells where it was, and of what that is the cause
+    assert "the kernel has no activation of that code" in told
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3])
-def test_stack(parts):
-    matrices = [randn(SAMPLES * N, C, dtype=torch.bfloat16) for _ in range(parts)]
-
-    def run(steps):
-        steps.stack(matrices[0].float(), total="qkv")
-        return (steps.stack(*matrices, total="qkv"),)
-
-    (stacked,) = check(run, (parts + 1) * C, half=True)
+@pytest.mark.parametrize("apart", [False, True])
+def test_stack(apart):
+    matrices = [randn(SAMPLES * N, C, dtype=torch.bfloat16) for _ in range(2 if apart else 3)]
+    alone = randn(SAMPLES * 5, C, dtype=torch.bfloat16) if apart else None
+    (stacked,) = check(lambda steps: (steps.stack(*matrices, apart=alone, total="qkv"),), 3 * C, half=True)
     assert torch.equal(stacked, torch.cat(matrices, 1))
 
 
@@ -278,6 +309,11 @@ class WithKernels(CUDA if DEVICE == "cuda" else CPU):
     def steps(self, x: Tensor, columns: int) -> Steps:
         return KernelSteps(x, columns)
 
+    def save_attention(self, x, o, lse, rows, dtype, x_rows):
+        if rows is None:
+            return super().save_attention(x, o, lse, rows, dtype, x_rows)
+        return keep_rows(launch, x, o, lse, rows, dtype, x_rows)
+
 
 class WithoutKernels(CUDA if DEVICE == "cuda" else CPU):
     def steps(self, x: Tensor, columns: int) -> Steps:
@@ -291,7 +327,7 @@ B, SIDE, WIDTH, HEADS = 2, 6, 48, 3
 @pytest.mark.parametrize("scope", ["branch", "block"])
 @pytest.mark.parametrize("rule", ["query", "qkv", "exact"])
 @pytest.mark.parametrize("ratio", [1.0, 0.3])
-@pytest.mark.parametrize("op", ["block", "attention", "mlp", "convnext"])
+@pytest.mark.parametrize("op", ["block", "post-norm block", "attention", "mlp", "convnext"])
 def test_ops_take_the_same_gradients_from_the_kernels(op, ratio, rule, scope, recompute):
     """Float32, whole ops: this is what the arguments of each step are."""
     if op in ("mlp", "convnext") and rule != "query":
@@ -299,18 +335,23 @@ def test_ops_take_the_same_gradients_from_the_kernels(op, ratio, rule, scope, re
     x = randn(B, SIDE * SIDE, WIDTH).requires_grad_()
     p1 = on_device(attention_params(WIDTH, HEADS, dtype=torch.float32))
     p2 = on_device(mlp_params(WIDTH, 2 * WIDTH, dtype=torch.float32))
+    post1, post2 = post_norm(p1), post_norm(p2)
     rows, spec = kept_rows(B, SIDE * SIDE, ratio), AttentionSpec(HEADS, 0.25, rule=RULES[rule])
     weight = RowWeight(1 / ratio, 1) if scope == "branch" else None
     rows = None if rows is None else rows.to(DEVICE)
     options = BackwardOptions(scope, recompute, row_weight=None if rows is None else weight)
     factor = torch.tensor([0.5, 2.0], device=DEVICE)
+    factors = {"factors": (factor, factor), "options": options}
+    post = spec._replace(norm=NO_NORM, post_norm=Norm()), MLPSpec(NO_NORM, post_norm=Norm())
     run = {
-        "block": lambda: transformer_block(x, rows, p1, spec, p2, MLPSpec(), factors=(factor, factor), options=options),
+        "block": lambda: transformer_block(x, rows, p1, spec, p2, MLPSpec(), **factors),
+        "post-norm block": lambda: transformer_block(x, rows, post1, post[0], post2, post[1], **factors),
         "attention": lambda: attention_branch(x, rows, p1, spec, factor=factor, options=options),
         "mlp": lambda: mlp_branch(x, rows, p2, factor=factor, options=options),
         "convnext": lambda: mlp_branch(x, rows, p2, factor=factor, residual=False, options=options),
     }[op]
-    leaves = {"block": (x, *p1, *p2), "attention": (x, *p1)}.get(op, (x, *p2))
+    blocks = {"block": (x, *p1, *p2), "post-norm block": (x, *post1, *post2)}
+    leaves = {**blocks, "attention": (x, *p1)}.get(op, (x, *p2))
     compare(run, leaves)
 
 

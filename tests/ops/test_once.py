@@ -18,12 +18,15 @@ REFUSED = r"made with create_graph=True and is now differentiated again .* Call 
 KINDS = {
     "lean": "vit",
     "lean, with down-sampling": "convnext",
-    "run again on tokens": "eva",
-    "run again, a bias from outside": "beit shared bias",
+    "run again on tokens": "eva02, own norm",
+    "run again, a bias from outside": "beit shared bias, own norm",
     "run again, without attention": "mixer",
     "run again on maps": "coatnet",
-    "windowed": "swin",
-    "windowed, a norm behind": "swin CR",
+    "lean, a bias from outside": "beit shared bias",
+    "lean, in windows": "swin",
+    "lean, a norm behind": "swin CR",
+    "windowed": "swin, own norm",
+    "windowed, a norm behind": "swin CR, own norm",
     "pointwise": "convnext v2",
     "patches": "convnext patches of 2",
 }
@@ -56,7 +59,7 @@ def test_the_gate_alone_is_refused_too():
 
 @pytest.mark.parametrize("loss_of", COTANGENTS.values(), ids=COTANGENTS)
 def test_frames_of_a_patched_encoder_are_refused_too(loss_of):
-    tiny = MODELS["eva"]
+    tiny = MODELS["eva02, own norm"]
     encoder = torchsbp.apply(tiny.model(), blocks=1.0, recompute=False)
     video = tiny.images(6).unflatten(0, (2, 3)).requires_grad_()
     loss = loss_of(torchsbp.sbp_frames(encoder, video, step=0))

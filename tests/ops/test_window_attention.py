@@ -11,14 +11,14 @@ from torchsbp.ops import reference, window_launches
 from torchsbp.ops import rows as R
 from torchsbp.ops.block import transformer_block
 from torchsbp.ops.heads import AttentionSpec, take_head_rows
-from torchsbp.ops.layers import BackwardOptions
+from torchsbp.ops.layers import COSINE, NO_NORM, BackwardOptions, Norm
 from torchsbp.ops.mlp import MLPSpec
 from torchsbp.ops.rules import RULES
 from torchsbp.ops.window_attention import Cut, Padding, WindowAttention
 from torchsbp.ops.window_launches import KernelWindowAttention
 from torchsbp.sampling.windows import Partition, cut_all, first_in_each
 
-from .helpers import assert_same_gradients, attention_params, gradients, mlp_params, param
+from .helpers import assert_same_gradients, attention_params, gradients, mlp_params, param, post_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, HEADS, SCALE = 2, 2, 0.3
@@ -147,22 +147,28 @@ def test_kernels_equal_the_plain_ones(name, ratio, per_sample, rule, dtype, monk
 
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("scope", ["branch", "block"])
-@pytest.mark.parametrize("rule", ["query", "qkv"])
+@pytest.mark.parametrize("rule", ["query", "qkv", "exact"])
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
 @pytest.mark.parametrize("name", ["shifted", "padded, shifted", "three dimensions"])
-def test_a_block_in_windows_equals_reference(name, ratio, rule, scope, recompute):
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_block_in_windows_equals_reference(version, name, ratio, rule, scope, recompute):
+    """Swin's of that version: the second has cosines for scores, and its norms behind the branches."""
     torch.manual_seed(0)
     case, channels = CASES[name], 4 * HEADS
     n, area = math.prod(case.grid), math.prod(case.window)
     cut, rows = drawn(case, ratio)
     x = param(B, n, channels)
     p1 = attention_params(channels, HEADS)._replace(score_bias=param(HEADS, area, area))
-    p2, spec = mlp_params(channels, 2 * channels), AttentionSpec(HEADS, SCALE, rule=RULES[rule])
+    p2, spec, spec2 = mlp_params(channels, 2 * channels), AttentionSpec(HEADS, SCALE, rule=RULES[rule]), MLPSpec()
+    if version == 2:
+        p1, p2 = post_norm(p1)._replace(q_norm_weight=param(HEADS, 1, 1)), post_norm(p2)
+        spec = spec._replace(softmax_scale=1.0, norm=NO_NORM, qk_norm=COSINE, post_norm=Norm())
+        spec2 = MLPSpec(NO_NORM, post_norm=Norm())
     factors = torch.tensor([0.0, 2.0], dtype=x.dtype), torch.tensor([2.0, 0.5], dtype=x.dtype)
     ours = transformer_block(
-        x, rows, p1, spec, p2, MLPSpec(), factors=factors, options=BackwardOptions(scope, recompute), cut=cut
+        x, rows, p1, spec, p2, spec2, factors=factors, options=BackwardOptions(scope, recompute), cut=cut
     )
-    theirs = reference.transformer_block(x, rows, p1, spec, p2, MLPSpec(), factors, scope, cut=cut)
+    theirs = reference.transformer_block(x, rows, p1, spec, p2, spec2, factors, scope, cut=cut)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     dy = torch.randn_like(x)
     leaves = (x, *p1, *p2)

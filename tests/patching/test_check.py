@@ -41,8 +41,8 @@ def test_a_missing_gradient_is_found(monkeypatch):
         return queries.attend(m, x, *queries.projections(m, x, everything.detach()))
 
     monkeypatch.setitem(queries.KEPT_QUERY_ATTENTION, "timm.layers.attention.Attention", forgetful)
-    model = torchsbp.apply(TOKENS["packed swiglu"].model(), keep_ratio=0.5)
-    found = torchsbp.check(model, TOKENS["packed swiglu"].images())
+    model = torchsbp.apply(TOKENS["vit, own norm"].model(), keep_ratio=0.5)
+    found = torchsbp.check(model, TOKENS["vit, own norm"].images())
     assert not found.passed
     assert found.forward == 0
     assert found.gradient > 1e-3
@@ -50,9 +50,9 @@ def test_a_missing_gradient_is_found(monkeypatch):
 
 
 def test_a_changed_forward_is_found(monkeypatch):
-    model, run = torchsbp.apply(TOKENS["eva02, inner norm"].model(), keep_ratio=0.5), replay.Residual.run
+    model, run = torchsbp.apply(TOKENS["eva02, own norm"].model(), keep_ratio=0.5), replay.Residual.run
     monkeypatch.setattr(replay.Residual, "run", lambda *args, **kwargs: run(*args, **kwargs) * (1 + 1e-6))
-    assert 1e-8 < torchsbp.check(model, TOKENS["eva02, inner norm"].images()).forward < 1e-4
+    assert 1e-8 < torchsbp.check(model, TOKENS["eva02, own norm"].images()).forward < 1e-4
 
 
 def test_gradients_are_compared_with_zeros_where_one_has_none_and_nan_is_an_error():

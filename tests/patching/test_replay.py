@@ -28,7 +28,7 @@ from ..steps import (
 )
 
 
-@pytest.mark.parametrize("name", ["eva02, inner norm", "beit", "differential attention", "parallel"])
+@pytest.mark.parametrize("name", ["eva02, own norm", "beit, own norm", "differential attention", "parallel"])
 def test_a_mixer_that_nobody_described_runs_on_all_rows_to_the_same_gradients(name, monkeypatch):
     model = torchsbp.apply(TOKENS[name].model(), keep_ratio=0.5, per_sample=True)
     x = TOKENS[name].images()
@@ -46,9 +46,9 @@ def test_a_mixer_that_nobody_described_runs_on_all_rows_to_the_same_gradients(na
 @pytest.mark.parametrize("recompute", [True, False])
 def test_scale_weight_is_the_inverse_ratio(recompute):
     options = {"keep_ratio": 0.25, "blocks": [1], "recompute": recompute}
-    model = torchsbp.apply(TOKENS["eva02, inner norm"].model(class_token=False), **options)
-    scaled = torchsbp.apply(TOKENS["eva02, inner norm"].model(class_token=False), scale="weight", **options)
-    x = TOKENS["eva02, inner norm"].images()
+    model = torchsbp.apply(TOKENS["eva02, own norm"].model(class_token=False), **options)
+    scaled = torchsbp.apply(TOKENS["eva02, own norm"].model(class_token=False), scale="weight", **options)
+    x = TOKENS["eva02, own norm"].images()
     (_, a), (_, b) = step(model, x), step(scaled, x)
     for name in a:
         factor = 4 if name.startswith("blocks.1.") else 1
@@ -56,7 +56,7 @@ def test_scale_weight_is_the_inverse_ratio(recompute):
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("name", ["eva02, inner norm", "relative", "mixer"])
+@pytest.mark.parametrize("name", ["eva02, own norm", "relative, own norm", "mixer"])
 def test_autocast_forward_equals_plain_and_gradients_are_as_close(name, recompute):
     plain = TOKENS[name].model().float()
     model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=1.0, recompute=recompute)
@@ -75,13 +75,13 @@ def test_autocast_forward_equals_plain_and_gradients_are_as_close(name, recomput
 
 
 def saved(model: torch.nn.Module, dtype: torch.dtype | None = None) -> int:
-    x = TOKENS["eva02, inner norm"].images(3).to(next(model.parameters()).dtype)
+    x = TOKENS["eva02, own norm"].images(3).to(next(model.parameters()).dtype)
     with SavedBytes(model, x) as count, torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
         model(x)
     return count.total
 
 
-@pytest.mark.parametrize("name", ["eva02, inner norm", "beit", "parallel", "eva post norm"])
+@pytest.mark.parametrize("name", ["eva02, own norm", "beit, own norm", "parallel", "eva post norm, own norm"])
 def test_a_recomputed_block_saves_its_input_alone(name):
     """One more block, sampled or not: B N C numbers more, in bfloat16 under autocast."""
     for blocks in ([0], [0, 1]):
@@ -91,19 +91,19 @@ def test_a_recomputed_block_saves_its_input_alone(name):
         assert saved(long.float(), torch.bfloat16) - saved(short.float(), torch.bfloat16) == 2 * tokens
 
 
-@pytest.mark.parametrize("name", ["eva02, inner norm", "mixed rope, inner norm", "relative", "parallel"])
+@pytest.mark.parametrize("name", ["eva02, own norm", "mixed rope, own norm", "relative, own norm", "parallel"])
 def test_copies_train_their_own_weights(name):
     model = torchsbp.apply(TOKENS[name].model(drop_path=0.5), keep_ratio=0.5)
     check_copies(model, TOKENS[name].images())
 
 
-@pytest.mark.parametrize("name", ["eva02, inner norm", "relative", "mixer"])
+@pytest.mark.parametrize("name", ["eva02, own norm", "relative, own norm", "mixer"])
 def test_eval_no_grad_and_remove_leave_the_model_as_it_was(name):
     plain = TOKENS[name].model(drop_path=0.5)
     check_left_as_it_was(plain, TOKENS[name].images(), keep_ratio=0.5)
 
 
-@pytest.mark.parametrize("name", ["eva02, inner norm", "mixed rope, inner norm", "beit"])
+@pytest.mark.parametrize("name", ["eva02, own norm", "mixed rope, own norm", "beit, own norm"])
 def test_checkpointing_repeats_the_same_masks(name):
     model = torchsbp.apply(TOKENS[name].model(drop_path=0.5), keep_ratio=0.5)
     x = TOKENS[name].images()
@@ -114,8 +114,8 @@ def test_checkpointing_repeats_the_same_masks(name):
 
 
 def test_frozen_parts_and_two_backward_passes():
-    model = torchsbp.apply(TOKENS["eva02, inner norm"].model(drop_path=0.5), keep_ratio=0.5)
-    x = TOKENS["eva02, inner norm"].images()
+    model = torchsbp.apply(TOKENS["eva02, own norm"].model(drop_path=0.5), keep_ratio=0.5)
+    x = TOKENS["eva02, own norm"].images()
     _, everything = step(model, x)
     everything = {name: g.clone() for name, g in everything.items()}
     model.zero_grad()
@@ -132,8 +132,8 @@ def test_frozen_parts_and_two_backward_passes():
 
 
 def test_parameters_given_by_functional_call_get_the_gradients():
-    model = torchsbp.apply(TOKENS["eva02, inner norm"].model(), keep_ratio=0.5)
-    x = TOKENS["eva02, inner norm"].images()
+    model = torchsbp.apply(TOKENS["eva02, own norm"].model(), keep_ratio=0.5)
+    x = TOKENS["eva02, own norm"].images()
     given = {name: (p.detach() + 0.01).requires_grad_() for name, p in model.named_parameters()}
     torch.func.functional_call(model, given, x).square().sum().backward()
     with torch.no_grad():
@@ -144,7 +144,7 @@ def test_parameters_given_by_functional_call_get_the_gradients():
     assert_gradients({n: p.grad for n, p in given.items()}, gradients_of(model))
 
 
-@pytest.mark.parametrize("name", ["eva02, inner norm", "mixed rope, inner norm"])
+@pytest.mark.parametrize("name", ["eva02, own norm", "mixed rope, own norm"])
 def test_attention_masks_reach_the_mixers(name):
     model, mask = TOKENS[name].model(), torch.ones(25, 25, dtype=torch.bool).tril()
     plain, x = copy.deepcopy(model), TOKENS[name].images()
@@ -157,8 +157,8 @@ def test_attention_masks_reach_the_mixers(name):
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_the_output_bears_in_place_operations(recompute):
-    model = torchsbp.apply(TOKENS["eva02, inner norm"].model(), keep_ratio=0.5, recompute=recompute)
-    x = TOKENS["eva02, inner norm"].images()
+    model = torchsbp.apply(TOKENS["eva02, own norm"].model(), keep_ratio=0.5, recompute=recompute)
+    x = TOKENS["eva02, own norm"].images()
     _, expected = step(model, x)
     torchsbp.set_step(model, 0)
     model.blocks[1].register_forward_hook(lambda block, args, y: y.mul_(2).div_(2))
@@ -166,15 +166,15 @@ def test_the_output_bears_in_place_operations(recompute):
 
 
 def test_dropped_tokens_are_refused():
-    model = torchsbp.apply(TOKENS["eva02, inner norm"].model(patch_drop_rate=0.5), keep_ratio=0.5)
+    model = torchsbp.apply(TOKENS["eva02, own norm"].model(patch_drop_rate=0.5), keep_ratio=0.5)
     with pytest.raises(ValueError, match=r"blocks.1 was given 2 samples of 13 positions.*patch_drop_rate"):
-        model(TOKENS["eva02, inner norm"].images())
+        model(TOKENS["eva02, own norm"].images())
 
 
 def test_estimate_counts_what_is_saved():
     config = SBPConfig(keep_ratio=0.5)
-    model = TOKENS["eva02, inner norm"].model().float()
-    x = TOKENS["eva02, inner norm"].images().float()
+    model = TOKENS["eva02, own norm"].model().float()
+    x = TOKENS["eva02, own norm"].images().float()
     found = torchsbp.estimate(model, x.shape, config, precision="float32", device="cpu")
     torchsbp.apply(model, config=config)
     with SavedBytes(model, x) as expected:
@@ -184,16 +184,16 @@ def test_estimate_counts_what_is_saved():
 
 
 def test_plan_offers_the_rules_that_the_blocks_have():
-    found = torchsbp.plan(TOKENS["eva02, inner norm"].model, (2, 3, 32, 48), "1GiB", precision="float32")
+    found = torchsbp.plan(TOKENS["eva02, own norm"].model, (2, 3, 32, 48), "1GiB", precision="float32")
     assert found.config == "full"
     rules = {
-        c.attention for level in levels(TOKENS["eva02, inner norm"].model()) for c in level if isinstance(c, SBPConfig)
+        c.attention for level in levels(TOKENS["eva02, own norm"].model()) for c in level if isinstance(c, SBPConfig)
     }
     assert rules == {"query"}
 
 
 COMPILED = [
-    ("eva02, inner norm", {}),
+    ("eva02, own norm", {}),
     ("mixer", {"recompute": False, "per_sample": True}),
     ("one piece", {"scope": "block"}),
 ]
@@ -211,5 +211,5 @@ def test_compiled_forward_has_no_second_run(name, options):
 
 @pytest.mark.slow
 def test_inductor():
-    model = torchsbp.apply(TOKENS["mixed rope, inner norm"].model(depth=1), keep_ratio=0.5)
-    check_compiled(model, TOKENS["mixed rope, inner norm"].images(), "inductor", steps=2)
+    model = torchsbp.apply(TOKENS["mixed rope, own norm"].model(depth=1), keep_ratio=0.5)
+    check_compiled(model, TOKENS["mixed rope, own norm"].images(), "inductor", steps=2)

@@ -19,7 +19,8 @@ from ..oracle import check_definition
 from ..steps import assert_gradients, check_compiled, check_copies, check_left_as_it_was, distance, gradients_of, step
 
 SMALL = [
-    "swin", "swin CR, padded, norms", "torchvision swin v2, padded", "video swin, padded", "transformers swin",
+    "swin", "swin v2, own norm", "swin CR, padded, norms", "torchvision swin v2, padded", "video swin, padded",
+    "transformers swin",
 ]  # fmt: skip
 
 
@@ -87,7 +88,7 @@ def test_scale_weight_is_the_inverse_ratio(recompute):
 
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("name", SMALL)
-def test_autocast_forward_equals_plain_and_gradients_are_as_close(name, recompute):
+def test_autocast_is_as_close_as_plain(name, recompute):
     family = WINDOWS[name]
     plain = family.model().float()
     if name.startswith("swin CR"):  # its own dropout would hide what is compared
@@ -95,16 +96,19 @@ def test_autocast_forward_equals_plain_and_gradients_are_as_close(name, recomput
             block.attn.meta_mlp.drop1.p = 0.0
     # 0.999 of a window is the whole window, run on kept rows like any other part of it.
     model, sampled = (torchsbp.apply(copy.deepcopy(plain), keep_ratio=r, recompute=recompute) for r in (0.999, 0.5))
-    x = family.images().float()
-    _, exact = step(plain, x)
-    with torch.autocast("cpu", torch.bfloat16):
-        y, found = step(model, x)
-        sampled_y, sampled_found = step(sampled, x)
-        expected_y, expected = step(plain, x)
-    torch.testing.assert_close(y, expected_y, rtol=0, atol=1e-2 if name == "transformers swin" else 1e-5)
-    assert torch.equal(sampled_y, y)
-    assert all(g.dtype == torch.float32 and g.norm() > 0 for g in sampled_found.values())
-    assert distance(found, exact) <= 1.5 * distance(expected, exact)
+    ours = theirs = torch.zeros(2)
+    for shift in range(3):  # of one input, errors of outputs and gradients are a matter of chance
+        x = family.images().float() + 0.1 * shift
+        exact_y, exact = step(plain, x)
+        with torch.autocast("cpu", torch.bfloat16):
+            y, found = step(model, x)
+            sampled_y, sampled_found = step(sampled, x)
+            expected_y, expected = step(plain, x)
+        assert torch.equal(sampled_y, y)
+        assert all(g.dtype == torch.float32 and g.norm() > 0 for g in sampled_found.values())
+        ours = ours + torch.stack([(y - exact_y).norm(), distance(found, exact)])
+        theirs = theirs + torch.stack([(expected_y - exact_y).norm(), distance(expected, exact)])
+    assert (ours <= 1.5 * theirs).all()
 
 
 def saved(model: nn.Module, x: torch.Tensor) -> int:
@@ -113,16 +117,19 @@ def saved(model: nn.Module, x: torch.Tensor) -> int:
     return count.total
 
 
-@pytest.mark.parametrize("name", ["swin", "swin v2", "torchvision swin"])
+@pytest.mark.parametrize("name", ["swin", "swin v2", "torchvision swin", "torchvision swin v2"])
 def test_a_recomputed_block_saves_its_input_and_kept_rows_of_attention(name):
-    """Two more blocks, with and without shift: B N C numbers more for each, and of attention known part by part the
-    kept rows of its output and log-sum-exp (C + H numbers each, and the bias)."""
+    """Two more blocks, with and without shift: B N C numbers more for each, of attention the kept rows of its output
+    and log-sum-exp (C + H numbers each), and the bias. In version 2 that is a network's, whose hidden layer and table
+    are saved, and there is the scale of cosines, and a bias of queries, keys and values that is put together."""
     family, rows = WINDOWS[name], 2 * 256
     for blocks, ratio in (([0, 1], 1), ([0, 1, 2, 3], 0.5)):
         short = torchsbp.apply(family.model(depths=(2, 2)), keep_ratio=0.5, blocks=[0, 1])
         long = torchsbp.apply(family.model(depths=(4, 2)), keep_ratio=0.5, blocks=blocks)
-        attention = 0 if name == "swin v2" else int(ratio * rows) * (12 + 2) + 2 * 16 * 16
-        assert (saved(long, family.images()) - saved(short, family.images())) // 8 == 2 * (rows * 12 + attention)
+        attention = int(ratio * rows) * (12 + 2) + 2 * 16 * 16
+        network = 7 * 7 * (512 + 2) + 2 + 3 * 12 if "v2" in name else 0
+        more = (saved(long, family.images()) - saved(short, family.images())) // 8
+        assert more == 2 * (rows * 12 + attention + network)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -193,7 +200,9 @@ def test_dropout_is_refused_by_name(name, options, message):
     assert not any(isinstance(m, Site) for m in model.modules())
 
 
-@pytest.mark.parametrize("name, rule, allowed", [("swin", "head", "'query', 'qkv'"), ("swin v2", "qkv", "'query'")])
+@pytest.mark.parametrize(
+    "name, rule, allowed", [("swin v2", "head", "'query', 'qkv', 'exact'"), ("swin v2, own norm", "qkv", "'query'")]
+)
 def test_rules_that_windows_do_not_have(name, rule, allowed):
     message = rf"layers.0.blocks.0: attention='{rule}' is not allowed here; allowed: {allowed}\n"
     with pytest.raises(ValueError, match=message):

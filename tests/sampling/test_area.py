@@ -33,12 +33,12 @@ def grids(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def test_a_position_belongs_to_the_image_if_it_sees_a_pixel_of_it():
-    found = area.inside(area.Images(torch.tensor([[64, 96], [33, 1], [32, 32]]), PADDED), (2, 3))
+    found = ~area.outside(area.Images(torch.tensor([[64, 96], [33, 1], [32, 32]]), PADDED), (2, 3))
     assert found.tolist() == [[True] * 6, [True, False, False] * 2, [True, False, False, False, False, False]]
 
 
 def test_frames_are_padded_in_height_and_width_alone():
-    found = area.inside(area.Images(torch.tensor([[32, 64]]), (64, 64)), (2, 2, 2))
+    found = ~area.outside(area.Images(torch.tensor([[32, 64]]), (64, 64)), (2, 2, 2))
     assert found.view(2, 4).tolist() == [[True, True, False, False]] * 2
 
 
@@ -61,7 +61,7 @@ def test_kept_rows_lie_in_the_images_and_are_equally_many(options):
         torchsbp.set_sizes(model, SIZES, PADDED)
         model(images())
         for (name, kept), without in zip(torchsbp.kept(model).items(), torchsbp.kept(plain).values(), strict=True):
-            inside = area.inside(area.Images(torch.tensor(SIZES), PADDED), grids(model)[name])
+            inside = ~area.outside(area.Images(torch.tensor(SIZES), PADDED), grids(model)[name])
             assert kept.shape == without.shape
             assert all(len(row.unique()) == kept.shape[1] for row in kept)
             for row, own in zip(kept, inside, strict=True):

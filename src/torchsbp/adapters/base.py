@@ -25,12 +25,14 @@ class Description:
 
     ``idle`` names parts that must do nothing: inner dropout, extra norms, gates. ``classes`` says of which classes the
     modules that hold the parts must be: another one may compute something else from the same parts. ``ignored`` names
-    keyword arguments of the block's forward that change nothing in it.
+    keyword arguments of the block's forward that change nothing in it. ``rules`` are the attention rules that the ops
+    have for such a block.
     """
 
     idle: tuple[str, ...] = ()
     classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    rules: tuple[str, ...] = tuple(RULES)
 
     kind: ClassVar[str]
     meaning: ClassVar[str]
@@ -38,8 +40,6 @@ class Description:
     called: ClassVar[tuple[str, ...]] = ()
     """Fields whose modules are still called as modules; of the others the ops only read the parameters."""
     hooks: ClassVar[str] = "would not run in training"
-    rules: ClassVar[tuple[str, ...]] = tuple(RULES)
-    """The attention rules that the ops have for such a block."""
 
     def problems(self, block: nn.Module) -> Iterator[str]:
         """Why the ops can't run this block, one sentence each; nothing if they can."""
@@ -80,9 +80,10 @@ class Description:
 class Plain(Description):
     """A block that is not sampled and stays as it is: its rows meet everywhere, or batch norm must see them all."""
 
+    rules: tuple[str, ...] = ()
+
     kind: ClassVar[str] = "plain"
     meaning: ClassVar[str] = "stays as it is"
-    rules: ClassVar[tuple[str, ...]] = ()
 
     def problems(self, block: nn.Module) -> Iterator[str]:
         return iter(())

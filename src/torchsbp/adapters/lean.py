@@ -1,10 +1,11 @@
 """Blocks known part by part: dotted names of their parts, and a check that each part is one the ops know."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..ops.activations import ACTIVATIONS, activation_of
 from ..ops.layers import Norm
@@ -33,6 +34,8 @@ PER_SAMPLE_DROPS = (
     "timm.layers.drop.DropPath",
     "torchvision.ops.stochastic_depth.StochasticDepth",
     "transformers.models.swin.modeling_swin.SwinDropPath",
+    "transformers.models.swinv2.modeling_swinv2.Swinv2DropPath",
+    "transformers.models.beit.modeling_beit.BeitDropPath",
     "transformers.models.maskformer.modeling_maskformer_swin.MaskFormerDropPath",
     "transformers.models.convnext.modeling_convnext.ConvNextDropPath",
     "transformers.models.convnextv2.modeling_convnextv2.ConvNextV2DropPath",
@@ -41,6 +44,7 @@ PER_SAMPLE_DROPS = (
     "transformers.models.dinov2.modeling_dinov2.Dinov2DropPath",
     "transformers.models.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersDropPath",
 )
+LARGEST_LOGIT = math.log(100)
 FUSED = {None: True, True: True, False: False, "sdpa": True, "eager": False}
 """What a library says of its attention -> whether that is F.scaled_dot_product_attention."""
 
@@ -61,15 +65,27 @@ class Lean(Description):
                     yield from check(name, find(block, name))
 
 
+HEADS_MEET = ("query", "qkv", "exact")
+"""The rules of attention whose heads meet in a norm before they are added to the residual path: no head contributes by
+itself."""
+
+
+def no_bias(block: Any, positions: int) -> None:
+    """Nothing is added to scores."""
+
+
 @dataclass(frozen=True)
 class TransformerBlock(Lean):
     """``x + drop1(scale1(proj(attention(norm1(x)))))``, then ``x + drop2(scale2(fc2(act(fc1(norm2(x))))))``.
 
     ``qkv`` is a layer, or its weight where that is a parameter of the attention module (``in_proj_weight``), or the
     three layers for queries, keys and values; ``qkv_bias`` are their biases where these are not the layer's.
-    ``softmax_scale`` is one over the root of a head's width where it is not said; ``fused`` names what says how
-    attention is computed (``FUSED``). If the MLP is ``gated``, ``act`` is that of the first half of ``fc1``, which may
-    be two layers; ``inner_norm`` comes behind it.
+    Without ``key_bias`` that of keys is not used. ``softmax_scale`` is one over the root of a head's width where it is
+    not said; scores are cosines where ``logit_scale`` names the logarithm of what each head multiplies them by;
+    ``fused`` names what says how attention is computed (``FUSED``). If the MLP is ``gated``, ``act`` is that of the
+    first half of ``fc1``, which may be two layers; ``inner_norm`` comes behind it, ``attention_norm`` before ``proj``.
+    Blocks with norms behind their branches, ``x + drop1(post_norm1(proj(attention(x))))``, have no norms before them,
+    and no scales.
     """
 
     called: ClassVar[tuple[str, ...]] = ("drop1", "drop2")
@@ -77,13 +93,17 @@ class TransformerBlock(Lean):
     norm1: str = "norm1"
     heads: str = "attn.num_heads"
     softmax_scale: str = "attn.scale"
+    logit_scale: str = ""
     fused: str = "attn.fused_attn"
     qkv: str | tuple[str, str, str] = "attn.qkv"
     qkv_bias: tuple[str, ...] = ()
+    key_bias: bool = True
     q_norm: str = "attn.q_norm"
     k_norm: str = "attn.k_norm"
+    attention_norm: str = ""
     proj: str = "attn.proj"
     scale1: str = "ls1.gamma"
+    post_norm1: str = ""
     drop1: str = "drop_path1"
     norm2: str = "norm2"
     fc1: str | tuple[str, str] = "mlp.fc1"
@@ -92,6 +112,7 @@ class TransformerBlock(Lean):
     inner_norm: str = ""
     fc2: str = "mlp.fc2"
     scale2: str = "ls2.gamma"
+    post_norm2: str = ""
     drop2: str = "drop_path2"
 
     def problems(self, block: nn.Module) -> Iterator[str]:
@@ -106,6 +127,24 @@ class TransformerBlock(Lean):
 
     def heads_of(self, block: nn.Module) -> int:
         return int(find(block, self.heads))
+
+
+def post_norms(norm1: str = "norm1", norm2: str = "norm2") -> dict[str, Any]:
+    """The names of a ``TransformerBlock`` whose norms are behind its branches."""
+    names = {"norm1": "", "post_norm1": norm1, "scale1": "", "norm2": "", "post_norm2": norm2, "scale2": ""}
+    return {**names, "rules": HEADS_MEET}
+
+
+@dataclass(frozen=True)
+class BiasedBlock(TransformerBlock):
+    """A ``TransformerBlock`` with something added to its scores, the same for all samples.
+
+    ``score_bias``: (block, number of positions, ``arguments`` of the block's call, by name) -> ``[(1,) H, N, N]``, or
+    None if there is none.
+    """
+
+    score_bias: Callable[..., Tensor | None] = no_bias
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -181,6 +220,11 @@ def norm_of(module: nn.Module | None) -> Norm | None:
     return Norm(module.eps, NORMS[qualified(module)])  # type: ignore[arg-type]
 
 
+def cosine_factor(logit_scale: Tensor) -> Tensor:
+    """What each head multiplies its cosines by, ``[H, 1, 1]``, from the logarithm of it, as every library bounds it."""
+    return logit_scale.clamp(max=LARGEST_LOGIT).exp().view(-1, 1, 1)
+
+
 def _check_norm(name: str, part: Any) -> Iterator[str]:
     if part is None or qualified(part) not in NORMS:
         yield f"{name} is {class_of(part)}; supported norms: {', '.join(NORMS)}"
@@ -253,8 +297,11 @@ _CHECKS = {
     "norm": _check_norm,
     "norm1": _check_norm,
     "norm2": _check_norm,
+    "post_norm1": _check_norm,
+    "post_norm2": _check_norm,
     "q_norm": _check_optional_norm,
     "k_norm": _check_optional_norm,
+    "attention_norm": _check_optional_norm,
     "inner_norm": _check_optional_norm,
     "heads": _check_heads,
     "fused": _check_fused,

@@ -42,16 +42,26 @@ def rotary_attention(
 def beit_attention(
     m: Any, x: Tensor, everything: Tensor, positions: Tensor, shared_rel_pos_bias: Tensor | None = None
 ) -> Tensor:
+    return attend(m, x, *projections(m, x, everything), *bias_at(beit_bias(m, shared_rel_pos_bias), positions))
+
+
+def beit_bias(m: Any, shared: Tensor | None) -> Tensor | None:
     own = None if m.relative_position_bias_table is None else m._get_rel_pos_bias()
-    biases = [at(bias, positions) for bias in (own, shared_rel_pos_bias) if bias is not None]
-    return attend(m, x, *projections(m, x, everything), *biases)
+    return shared if own is None else own if shared is None else own + shared
 
 
 def relative_attention(
     m: Any, x: Tensor, everything: Tensor, positions: Tensor, shared_rel_pos: Tensor | None = None
 ) -> Tensor:
-    bias = shared_rel_pos if m.rel_pos is None else m.rel_pos.get_bias()
-    return attend(m, x, *projections(m, x, everything), *([] if bias is None else [at(bias, positions)]))
+    return attend(m, x, *projections(m, x, everything), *bias_at(relative_bias(m, shared_rel_pos), positions))
+
+
+def relative_bias(m: Any, shared: Tensor | None) -> Tensor | None:
+    return shared if m.rel_pos is None else m.rel_pos.get_bias()
+
+
+def bias_at(bias: Tensor | None, positions: Tensor) -> tuple[Tensor, ...]:
+    return () if bias is None else (at(bias, positions),)
 
 
 def differential_attention(m: Any, x: Tensor, everything: Tensor, positions: Tensor, **masks: Any) -> Tensor:
@@ -72,8 +82,8 @@ def map_attention(
         F.linear(rows.flatten(2).mT, weight, bias).unflatten(-1, (m.num_heads, m.dim_head)).transpose(1, 2)
         for rows, weight, bias in zip((x, everything, everything), weights, biases, strict=True)
     )
-    bias = shared_rel_pos if m.rel_pos is None else m.rel_pos.get_bias()
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else at(bias, positions))
+    (bias,) = bias_at(relative_bias(m, shared_rel_pos), positions) or (None,)
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
     return m.proj(o.mT.flatten(1, 2).unsqueeze(-1))
 
 

@@ -111,7 +111,7 @@ class Residual(RunAgain):
     shortcut: str = ""
     dim: int = 1
 
-    rules: ClassVar[tuple[str, ...]] = ("query",)
+    rules: tuple[str, ...] = ("query",)
 
     def members(self, block: nn.Module) -> list[Mixer]:
         return [member for mixer in self.mixers for member in mixer.members(block)]

@@ -2,14 +2,16 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 from torch import Tensor, nn
 
+from . import queries
 from . import windowed as W
 from .base import Adapter, Plain
 from .layouts import Grid, Layout, Shrink, Stage, channels_last_grid, early_stages, halved, member_names
-from .lean import LINEARS, ConvBlock, Downsample, RotaryBlock, TransformerBlock
+from .lean import HEADS_MEET, LINEARS, BiasedBlock, ConvBlock, Downsample, RotaryBlock, TransformerBlock, post_norms
 from .names import find
 from .rerun import Mixer, Patches, PointwiseBlock, Residual
 from .windowed import InWindows, WindowBlock, Windowed
@@ -91,17 +93,19 @@ MLPS: tuple[dict[str, Any], ...] = (
 )
 """The classes of MLPs, and what is otherwise in them."""
 DROPOUTS = ("attn.attn_drop", "attn.proj_drop", "mlp.drop1", "mlp.drop2")
-NOT_IN_ATTENTION = ("attn.norm", "attn.gate", "mlp.gate_last")
+QKV_BIAS = ("attn.q_bias", "attn.k_bias", "attn.v_bias")
+GATES = ("attn.gate", "mlp.gate_last")
+NO_ATTENTION_NORM: dict[str, Any] = {"idle": (*DROPOUTS, *GATES, "attn.norm")}
+ATTENTION_NORM: dict[str, Any] = {"idle": (*DROPOUTS, *GATES), "attention_norm": "attn.norm", "rules": HEADS_MEET}
 
 
 def lean(description: TransformerBlock, *attentions: dict[str, Any]) -> tuple[TransformerBlock, ...]:
     """One for every kind of attention and MLP: names of parts, and under "attn" and "mlp" the classes of these."""
     found = []
-    for parts in ({**attention, **mlp} for attention in attentions for mlp in MLPS):
+    for attention, norm, mlp in product(attentions, (NO_ATTENTION_NORM, ATTENTION_NORM), MLPS):
+        parts = {**attention, **norm, **mlp}
         classes = {"attn": parts.pop("attn"), "mlp": parts.pop("mlp")}
-        found.append(
-            replace(description, classes=classes, idle=(*DROPOUTS, *NOT_IN_ATTENTION), inner_norm="mlp.norm", **parts)
-        )
+        found.append(replace(description, classes=classes, inner_norm="mlp.norm", **parts))
     return tuple(found)
 
 
@@ -113,37 +117,65 @@ VIT = Adapter(
             *lean(TransformerBlock(), {"attn": ATTENTION}),
             PRE_NORM,
         ),
-        "timm.models.vision_transformer.ResPostBlock": POST_NORM,
+        "timm.models.vision_transformer.ResPostBlock": (
+            *lean(TransformerBlock(**post_norms()), {"attn": ATTENTION}),
+            POST_NORM,
+        ),
         "timm.models.vision_transformer.ParallelThingsBlock": Residual(mixers=(Mixer("attns.*.attn", "attns.*.norm"),)),
         "timm.models.vision_transformer.ParallelScalingBlock": IN_ONE_PIECE,
         "timm.models.vision_transformer.DiffParallelScalingBlock": IN_ONE_PIECE,
     },
 )
 
+EVA_ATTENTIONS: tuple[dict[str, Any], ...] = (
+    {"attn": EVA_ATTENTION, "qkv_bias": QKV_BIAS},
+    {"attn": EVA_ATTENTION, "qkv": ("attn.q_proj", "attn.k_proj", "attn.v_proj")},
+)
 EVA = Adapter(
     name="timm EVA",
     layouts=like_vit("eva.Eva"),
     blocks={
         "timm.models.eva.EvaBlock": (
-            *lean(
-                RotaryBlock(scale1="gamma_1", scale2="gamma_2"),
-                {"attn": EVA_ATTENTION, "qkv_bias": ("attn.q_bias", "attn.k_bias", "attn.v_bias")},
-                {"attn": EVA_ATTENTION, "qkv": ("attn.q_proj", "attn.k_proj", "attn.v_proj")},
-            ),
+            *lean(RotaryBlock(scale1="gamma_1", scale2="gamma_2"), *EVA_ATTENTIONS),
             PRE_NORM,
         ),
-        "timm.models.eva.EvaBlockPostNorm": POST_NORM,
+        "timm.models.eva.EvaBlockPostNorm": (*lean(RotaryBlock(**post_norms()), *EVA_ATTENTIONS), POST_NORM),
     },
 )
 
-BEIT = Adapter(name="timm BEiT", layouts=like_vit("beit.Beit"), blocks={"timm.models.beit.Block": PRE_NORM})
 
+def beit_bias(block: Any, positions: int, shared_rel_pos_bias: Tensor | None = None) -> Tensor | None:
+    return queries.beit_bias(block.attn, shared_rel_pos_bias)
+
+
+BEIT_BLOCK = BiasedBlock(
+    scale1="gamma_1", scale2="gamma_2", score_bias=beit_bias, arguments=("shared_rel_pos_bias",), qkv_bias=QKV_BIAS
+)
+BEIT = Adapter(
+    name="timm BEiT",
+    layouts=like_vit("beit.Beit"),
+    blocks={"timm.models.beit.Block": (*lean(BEIT_BLOCK, {"attn": ("timm.models.beit.Attention",)}), PRE_NORM)},
+)
+
+
+def relative_bias(block: Any, positions: int, shared_rel_pos: Tensor | None = None) -> Tensor | None:
+    return queries.relative_bias(block.attn, shared_rel_pos)
+
+
+RELATIVE: dict[str, Any] = {"score_bias": relative_bias, "arguments": ("shared_rel_pos",)}
+RELATIVE_ATTENTION = {"attn": ("timm.models.vision_transformer_relpos.RelPosAttention",)}
 RELATIVE_VIT = Adapter(
     name="timm ViT with relative positions",
     layouts=like_vit("vision_transformer_relpos.VisionTransformerRelPos"),
     blocks={
-        "timm.models.vision_transformer_relpos.RelPosBlock": replace(PRE_NORM, constant=("attn.rel_pos",)),
-        "timm.models.vision_transformer_relpos.ResPostRelPosBlock": replace(POST_NORM, constant=("attn.rel_pos",)),
+        "timm.models.vision_transformer_relpos.RelPosBlock": (
+            *lean(BiasedBlock(**RELATIVE), RELATIVE_ATTENTION),
+            replace(PRE_NORM, constant=("attn.rel_pos",)),
+        ),
+        "timm.models.vision_transformer_relpos.ResPostRelPosBlock": (
+            *lean(BiasedBlock(**RELATIVE, **post_norms()), RELATIVE_ATTENTION),
+            replace(POST_NORM, constant=("attn.rel_pos",)),
+        ),
     },
 )
 
@@ -222,6 +254,7 @@ def swin(
     )
 
 
+COSINE_BLOCK = WindowBlock(idle=(*DROPOUTS, "mlp.norm"), logit_scale="attn.logit_scale", **post_norms())
 LAYERS = Layout("", grid=channels_last_grid, stages=partial(stages, "layers", halved))
 
 SWIN = swin(
@@ -230,12 +263,15 @@ SWIN = swin(
 )
 SWIN_V2 = swin(
     *("timm Swin v2", "swin_transformer_v2", "SwinTransformerV2", "SwinTransformerV2Block"),
-    *(LAYERS, "WindowAttention", Windowed(post_norm=True, kept_query_attention=W.timm_v2_attention)),
+    *(LAYERS, "WindowAttention"),
+    replace(COSINE_BLOCK, qkv_bias=QKV_BIAS, score_bias=W.v2_bias),
+    Windowed(post_norm=True, kept_query_attention=W.timm_v2_attention),
 )
 SWIN_V2_CR = swin(
     *("timm Swin v2 CR", "swin_transformer_v2_cr", "SwinTransformerV2Cr", "SwinTransformerV2CrBlock"),
     Layout("", stages=partial(stages, "stages", halved)),
     "WindowMultiHeadAttention",
+    replace(COSINE_BLOCK, last="norm3", score_bias=W.timm_cr_bias),
     Windowed(constant=("attn.meta_mlp",), post_norm=True, last="norm3", kept_query_attention=W.timm_cr_attention),
 )
 

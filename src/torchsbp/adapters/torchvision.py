@@ -9,7 +9,7 @@ from torch import nn
 from . import windowed as W
 from .base import Adapter
 from .layouts import Grid, Layout, Shrink, Stage, channels_last_grid, early_stages, halved, member_names, output_grid
-from .lean import LINEARS, ConvBlock, Downsample, TransformerBlock
+from .lean import LINEARS, ConvBlock, Downsample, TransformerBlock, post_norms
 from .windowed import WindowBlock, Windowed
 
 TRACED = "torchvision.models.feature_extraction.DualGraphModule"
@@ -157,10 +157,19 @@ SWIN = Adapter(
             lean_swin_block("swin_transformer.ShiftedWindowAttention"),
             swin_block("swin_transformer.ShiftedWindowAttention"),
         ),
-        f"{BLOCK}V2": swin_block(
-            "swin_transformer.ShiftedWindowAttentionV2",
-            post_norm=True,
-            kept_query_attention=W.torchvision_v2_attention,
+        f"{BLOCK}V2": (
+            lean_swin_block(
+                "swin_transformer.ShiftedWindowAttentionV2",
+                logit_scale="attn.logit_scale",
+                key_bias=False,
+                score_bias=W.v2_bias,
+                **post_norms(),
+            ),
+            swin_block(
+                "swin_transformer.ShiftedWindowAttentionV2",
+                post_norm=True,
+                kept_query_attention=W.torchvision_v2_attention,
+            ),
         ),
     },
 )

@@ -10,12 +10,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import UsageError
 from .base import Adapter, Description
 from .layouts import Layout, Stage, early_stages, member_names
-from .lean import ConvBlock, DownsampleList, RotaryBlock, TransformerBlock
+from .lean import BiasedBlock, ConvBlock, DownsampleList, RotaryBlock, TransformerBlock
 from .names import find
 from .rerun import Mixer, PointwiseBlock, Residual
 
@@ -86,12 +86,19 @@ IGNORED = ("num_items_in_batch", "output_hidden_states", "return_dict")
 DROP_PATH: Names = {"drop1": "drop_path", "drop2": "drop_path"}
 
 
-def block(cls: str, norm1: str, norm2: str, *parts: Names, classes: dict[str, str]) -> TransformerBlock:
+def block(
+    cls: str,
+    norm1: str,
+    norm2: str,
+    *parts: Names,
+    classes: dict[str, str],
+    kind: type[TransformerBlock] = TransformerBlock,
+) -> TransformerBlock:
     """A block of the family ``cls`` that has these parts and no others: layer scale and drop path only if named."""
     names = dict.fromkeys(("q_norm", "k_norm", "scale1", "scale2", "drop1", "drop2"), "")
     for part in parts:
         names |= part
-    return TransformerBlock(
+    return kind(
         norm1=norm1,
         norm2=norm2,
         classes={name: (cls + kind,) for name, kind in classes.items()},
@@ -103,6 +110,35 @@ def block(cls: str, norm1: str, norm2: str, *parts: Names, classes: dict[str, st
 def vit_block(cls: str) -> TransformerBlock:
     classes = {"attention": "Attention", "mlp": "MLP"}
     return block(cls, "layernorm_before", "layernorm_after", Q_PROJ, MLP, classes=classes)
+
+
+def beit_bias(
+    block: Any,
+    positions: int,
+    attention_mask: Tensor | None = None,
+    interpolate_pos_encoding: bool = False,
+    resolution: tuple[int, int] | None = None,
+) -> Tensor | None:
+    """That of all blocks, which is given as a mask, and the block's own."""
+    if block.relative_position_bias is None:
+        return attention_mask
+    assert resolution is not None
+    grid = resolution[0] // block.patch_size, resolution[1] // block.patch_size
+    own = block.relative_position_bias(grid, interpolate_pos_encoding, dim_size=positions)
+    return own if attention_mask is None else own + attention_mask
+
+
+def beit_block(cls: str) -> TransformerBlock:
+    arguments = ("attention_mask", "interpolate_pos_encoding", "resolution")
+    bias: Names = {"score_bias": beit_bias, "arguments": arguments, "scale1": "lambda_1", "scale2": "lambda_2"}
+    classes = {"attention": "Attention", "mlp": "MLP"}
+    names = "layernorm_before", "layernorm_after"
+    return block(cls, *names, Q_PROJ, MLP, DROP_PATH, bias, classes=classes, kind=BiasedBlock)
+
+
+def vitpose_block(cls: str) -> TransformerBlock:
+    classes = {"attention.attention": "SelfAttention", "attention.output": "SelfOutput", "mlp": "MLP"}
+    return block(cls, "layernorm_before", "layernorm_after", QUERY, OLD_MLP, classes=classes)
 
 
 def nested_block(cls: str) -> TransformerBlock:
@@ -241,9 +277,11 @@ DINOV3 = transformer(
 CLIP = tower("CLIP vision", family("clip", "CLIP"), prefix=1)
 SIGLIP = tower("SigLIP vision", family("siglip", "Siglip"), prefix=0)
 VIDEOMAE = transformer("VideoMAE", VIDEOMAE_CLASSES, nested_block(VIDEOMAE_CLASSES))
+BEIT_CLASSES = family("beit", "Beit")
 BEIT = transformer(
     "BEiT",
-    family("beit", "Beit"),
+    BEIT_CLASSES,
+    beit_block(BEIT_CLASSES),
     Residual(
         mixers=(Mixer("attention", "layernorm_before"),),
         idle=("attention.attention_dropout",),
@@ -252,9 +290,11 @@ BEIT = transformer(
     prefix=1,
     blocks=("layers",),
 )
+VITPOSE_CLASSES = family("vitpose_backbone", "VitPoseBackbone")
 VITPOSE = transformer(
     "VitPose",
-    family("vitpose_backbone", "VitPoseBackbone"),
+    VITPOSE_CLASSES,
+    vitpose_block(VITPOSE_CLASSES),
     Residual(mixers=(Mixer("attention", "layernorm_before"),), idle=("attention.attention.dropout_prob",)),
     models=("",),
 )

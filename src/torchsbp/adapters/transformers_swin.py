@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from . import windowed as W
 from .base import Adapter
 from .layouts import Grid, Layout, Stage, early_stages, halved, member_names
+from .lean import post_norms
 from .transformers import BACKBONES, INTERMEDIATE, MLP, MODELS, Q_PROJ, Names, attention, family, layouts
 from .windowed import InWindows, WindowBlock, Windowed
 
@@ -54,16 +55,14 @@ def lean_swin_block(*parts: Names, **names: Any) -> WindowBlock:
     """The same, known part by part; stochastic depth is that of attention alone."""
     for part in parts:
         names |= part
-    return WindowBlock(
-        norm1="layernorm_before",
-        attention="attention",
-        drop1="drop_path",
-        norm2="layernorm_after",
-        drop2="",
-        **{**names, "fused": ""},
-    )
+    both = {"norm1": "layernorm_before", "norm2": "layernorm_after", "drop2": ""}
+    return WindowBlock(attention="attention", drop1="drop_path", **{**both, **names, "fused": ""})
 
 
+SELF = attention(
+    *("attention.self", ("query", "key", "value"), "attention.output.dense", "num_attention_heads", ""),
+    *("attention.self.dropout", "attention.output.dropout", "output.dropout"),
+)
 SWIN = swin(
     "Swin",
     family("swin", "Swin"),
@@ -79,6 +78,14 @@ SWIN = swin(
 SWIN_V2 = swin(
     "Swin v2",
     family("swinv2", "Swinv2"),
+    lean_swin_block(
+        SELF,
+        INTERMEDIATE,
+        post_norms("layernorm_before", "layernorm_after"),
+        drop2="drop_path",
+        logit_scale="attention.self.logit_scale",
+        score_bias=W.transformers_v2_bias,
+    ),
     swin_block(
         mlp="intermediate output",
         mlp_drop="drop_path",
@@ -90,15 +97,7 @@ SWIN_V2 = swin(
 MASKFORMER_SWIN = swin(
     "MaskFormer Swin",
     "transformers.models.maskformer.modeling_maskformer_swin.MaskFormerSwin",
-    lean_swin_block(
-        attention(
-            *("attention.self", ("query", "key", "value"), "attention.output.dense", "num_attention_heads", ""),
-            *("attention.self.dropout", "attention.output.dropout", "output.dropout"),
-        ),
-        INTERMEDIATE,
-        softmax_scale="",
-        score_bias=W.maskformer_bias,
-    ),
+    lean_swin_block(SELF, INTERMEDIATE, softmax_scale="", score_bias=W.maskformer_bias),
     swin_block(
         idle=("attention.self.dropout",),
         mlp="intermediate output",

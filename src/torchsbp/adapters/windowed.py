@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..errors import UsageError
 from ..sampling.windows import Grid, Partition
 from .base import Bound, Description
-from .lean import TransformerBlock
+from .lean import TransformerBlock, cosine_factor
 from .names import find, missing
 from .queries import attend, projections
 from .rerun import Mixer, Residual
@@ -29,8 +29,6 @@ ScoreBias = Callable[[Tensor], Tensor]
 KeptQueryAttention = Callable[[Any, Tensor, Tensor, ScoreBias, Grid], Tensor]
 ScoreBiasOf = Callable[[Any, Grid], Tensor]
 Sizes = Callable[[Any, Grid], tuple[Grid, Grid]]
-
-LARGEST_SCALE = math.log(100)
 
 
 def own_sizes(block: Any, grid: Grid) -> tuple[Grid, Grid]:
@@ -103,10 +101,11 @@ class InWindows(Description):
 class WindowBlock(InWindows, TransformerBlock):
     """A ``TransformerBlock`` with attention in windows, known part by part.
 
-    ``attention`` is the module whose position bias ``score_bias`` gives.
+    ``attention`` is the module whose position bias ``score_bias`` gives; ``last`` is a norm behind the second sum: a
+    layer of its own, which is not sampled.
     """
 
-    rules: ClassVar[tuple[str, ...]] = ("query", "qkv")
+    called: ClassVar[tuple[str, ...]] = ("drop1", "drop2", "last")
 
     attention: str = "attn"
     score_bias: ScoreBiasOf = timm_bias
@@ -115,9 +114,7 @@ class WindowBlock(InWindows, TransformerBlock):
     k_norm: str = ""
     scale1: str = ""
     scale2: str = ""
-
-    def heads_of(self, block: nn.Module) -> int:
-        return 0
+    last: str = ""
 
 
 @dataclass(frozen=True)
@@ -136,6 +133,7 @@ class Windowed(InWindows, Residual):
     - ``kept_query_attention``: attention of kept rows.
     """
 
+    rules: tuple[str, ...] = ("query",)
     mixers: tuple[Mixer, ...] = ()
     attention: str = "attn"
     attention_norm: str = "norm1"
@@ -166,22 +164,33 @@ def cosine_attention(m: Any, x: Tensor, everything: Tensor, bias: Tensor, qkv_bi
 
 def cosines(q: Tensor, k: Tensor, logit_scale: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys whose products are cosines times exp(logit_scale)."""
-    scale = logit_scale.clamp(max=LARGEST_SCALE).exp().view(-1, 1, 1)
-    return F.normalize(q, dim=-1) * scale, F.normalize(k, dim=-1)
+    return F.normalize(q, dim=-1) * cosine_factor(logit_scale), F.normalize(k, dim=-1)
 
 
-def continuous_bias(mlp: nn.Module, m: Any) -> Tensor:
-    """Swin v2: ``16 σ(mlp(coordinates))`` for all pairs of positions in a window."""
-    table = mlp(m.relative_coords_table).flatten(0, -2)
-    return 16 * table[m.relative_position_index].sigmoid().permute(2, 0, 1)
+def continuous_bias(mlp: nn.Module, m: Any, window: Grid) -> Tensor:
+    """Swin v2: ``16 σ(mlp(coordinates))`` for all pairs of positions in a window.
+
+    σ is that of the table: autograd would save as much again for σ of what is read from it.
+    """
+    table, area = 16 * mlp(m.relative_coords_table).flatten(0, -2).sigmoid(), math.prod(window)
+    return table[m.relative_position_index.flatten()].view(area, area, -1).permute(2, 0, 1).contiguous()
+
+
+def v2_bias(m: Any, window: Grid) -> Tensor:
+    """timm's and torchvision's."""
+    return continuous_bias(m.cpb_mlp, m, window)
 
 
 def timm_v2_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, window: Grid) -> Tensor:
-    return cosine_attention(m, x, everything, added(continuous_bias(m.cpb_mlp, m)))
+    return cosine_attention(m, x, everything, added(v2_bias(m, window)))
+
+
+def timm_cr_bias(m: Any, window: Grid) -> Tensor:
+    return m._relative_positional_encodings()
 
 
 def timm_cr_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, window: Grid) -> Tensor:
-    return cosine_attention(m, x, everything, added(m._relative_positional_encodings()))
+    return cosine_attention(m, x, everything, added(timm_cr_bias(m, window)))
 
 
 def torchvision_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, window: Grid) -> Tensor:
@@ -194,7 +203,7 @@ def torchvision_v2_attention(m: Any, x: Tensor, everything: Tensor, added: Score
     if bias is not None:
         q, k, v = bias.chunk(3)
         bias = torch.cat([q, torch.zeros_like(k), v])
-    return cosine_attention(m, x, everything, added(m.get_relative_position_bias()), bias)
+    return cosine_attention(m, x, everything, added(v2_bias(m, window)), bias)
 
 
 def torchvision_3d_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, window: Grid) -> Tensor:
@@ -208,11 +217,15 @@ def transformers_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBi
     return m.o_proj(o.transpose(1, 2).flatten(2))
 
 
+def transformers_v2_bias(m: Any, window: Grid) -> Tensor:
+    return continuous_bias(m.self.continuous_position_bias_mlp, m.self, window)
+
+
 def transformers_v2_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, window: Grid) -> Tensor:
     a = m.self
     projected = a.query(x), a.key(everything), a.value(everything)
     q, k, v = (t.unflatten(-1, (-1, a.attention_head_size)).transpose(1, 2) for t in projected)
-    bias = added(continuous_bias(a.continuous_position_bias_mlp, a))
+    bias = added(transformers_v2_bias(m, window))
     o = F.scaled_dot_product_attention(*cosines(q, k, a.logit_scale), v, attn_mask=bias, scale=1.0)
     return m.output(o.transpose(1, 2).flatten(2), x)
 

@@ -1,4 +1,4 @@
-"""``torchsbp predict RUN IMAGE|FOLDER… [options]``: what a trained model finds in files, as CSV, JSON and a page."""
+"""``torchsbp predict RUN FILE|FOLDER… [options]``: what a trained model finds in files, as CSV, JSON and a page."""
 
 import argparse
 import csv
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..report.gallery import Card
     from ..train.predictor import Prediction, Predictor
 
-PURPOSE = "what a trained model finds in images"
+PURPOSE = "what a trained model finds in images or videos"
 
 
 def run(argv: list[str]) -> None:
@@ -36,9 +36,9 @@ def run(argv: list[str]) -> None:
 
 def arguments() -> argparse.ArgumentParser:
     result = parser("predict", "Predict with trained weights; no data of the run are needed.")
-    result.add_argument("inputs", nargs="+", type=Path, metavar="IMAGE|FOLDER", help="files, and folders of them")
+    result.add_argument("inputs", nargs="+", type=Path, metavar="FILE|FOLDER", help="files, and folders of them")
     result.add_argument("--out", type=Path, default=Path("predictions"), help="a folder (default: %(default)s)")
-    result.add_argument("--batch", type=positive, default=32, help="images per forward (default: %(default)s)")
+    result.add_argument("--batch", type=positive, default=32, help="files per forward (default: %(default)s)")
     result.add_argument(
         "--pictures", type=positive, default=200, help="how many the page shows at most (default: %(default)s)"
     )

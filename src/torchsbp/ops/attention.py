@@ -5,8 +5,9 @@
 - Rule "head": all rows, but only the contribution of the kept heads.
 - Rule "exact": everything.
 
-The probabilities are those of the full softmax in all of them. Saved: the attention output and log-sum-exp of kept rows
-(heads), and x: all rows where K and V of all rows are needed, kept rows under "qkv".
+The probabilities are those of the full softmax in all of them. The norm may be behind the branch instead of before it.
+Saved: the attention output and log-sum-exp of kept rows (heads), and x: all rows where K and V of all rows are needed,
+kept rows under "qkv".
 """
 
 from typing import Any, NamedTuple
@@ -20,9 +21,11 @@ from .heads import (
     QKV,
     AttentionParams,
     AttentionSpec,
+    AttentionWeights,
     HeadGradients,
     attend_normalised,
     attend_normalised_backward,
+    attention_weights,
     project,
     project_kept,
     scatter_heads,
@@ -37,32 +40,24 @@ from .layers import (
     Normed,
     autocast_dtype,
     last_layer_gradients,
-    linear,
     norm,
+    norm_columns,
     parameter_gradients,
     saved_dtype,
 )
 from .named import Needs, split
 from .once import once
+from .output import OutputProducts, attention_output, output_backward
 from .steps import Affine, Cotangent, Steps
-from .window_attention import NO_WINDOWS, Cut, Padding
-
-
-class AttentionWeights(NamedTuple):
-    """What backward multiplies by, in the precision of products; ``proj_bias`` where the output is computed again."""
-
-    qkv_weight: Tensor
-    qkv_bias: Grad
-    proj_weight: Tensor
-    proj_bias: Grad = None
+from .window_attention import NO_WINDOWS, Cut, Padding, all_slots
 
 
 class AttentionProducts(NamedTuple):
-    """What ``attention_backward`` has found for the weights: the gradient of qkv_weight, ``dyᵀ o`` for proj_weight, and
-    the gradients of what belongs to heads."""
+    """What ``attention_backward`` has found for the weights: the gradient of qkv_weight, and what it has found of the
+    last layer and of heads."""
 
     qkv_weight: Any
-    last: Grad
+    output: OutputProducts
     heads: HeadGradients
 
 
@@ -90,30 +85,26 @@ def attention_branch(
     heads: Tensor | None = None,
     factor: Tensor | None = None,
     options: BackwardOptions = BackwardOptions(),
+    cut: Cut = NO_WINDOWS,
 ) -> Tensor:
     """The branch on ``x [B, N, C]``. The rule says whether ``rows`` (and their ``inverse``, if it is at hand) and
-    ``heads``, indices, are those with gradients; what it doesn't sample is not looked at."""
+    ``heads``, indices, are those with gradients; what it doesn't sample is not looked at. ``cut``: its windows."""
     rule, dtype = spec.rule, autocast_dtype(x)
     if not rule.query_rows:
-        rows = inverse = None
+        rows, inverse, cut = None, None, all_slots(cut)
     heads = heads if rule.heads else None
     inputs = AttentionInputs(x, rows, inverse, heads, factor, spec._replace(dtype=dtype), options)
-    return _AttentionBranch.apply(*inputs, *params)
+    return _AttentionBranch.apply(*inputs, *cut, *params)
 
 
 def attention_forward(
-    x: Tensor, p: AttentionParams, spec: AttentionSpec, cut: Cut = NO_WINDOWS
+    x: Tensor, p: AttentionParams, weights: AttentionWeights, spec: AttentionSpec, cut: Cut = NO_WINDOWS
 ) -> tuple[Tensor, Tensor, QKV]:
-    """Attention output ``[B, N, H * D]`` before its projection, log-sum-exp ``[B, N, H]``, and Q, K, V."""
+    """Attention output ``[B, N, H * D]`` before its projection, log-sum-exp ``[B, H, N]``, and Q, K, V."""
     n = norm(x, p.norm_weight, p.norm_bias, spec.norm, spec.dtype)
-    qkv = QKV(*project(n, p.qkv_weight, p.qkv_bias, spec.heads))
+    qkv = QKV(*project(n, weights.qkv_weight, weights.qkv_bias, spec.heads))
     o, lse = attend_normalised(qkv, p, spec, cut)
-    return to_rows(o), lse.transpose(1, 2), qkv
-
-
-def attention_output(o: Tensor, p: AttentionParams, spec: AttentionSpec) -> Tensor:
-    z = linear(o, p.proj_weight, p.proj_bias, spec.dtype)
-    return z if p.scale is None else z * p.scale
+    return to_rows(o), lse, qkv
 
 
 def attention_saved(
@@ -128,23 +119,24 @@ def attention_saved(
     recompute: bool,
 ) -> AttentionSaved:
     """What backward needs of all this."""
-    device = device_of(x)
     if heads is not None:
         o = o.view(*o.shape[:2], spec.heads, -1).index_select(2, heads).flatten(2)
-        lse = lse.index_select(2, heads)
+        lse = lse.index_select(1, heads)
     kv_rows = rows if spec.rule.key_rows else None
-    x = device.save_rows(x, kv_rows, saved_dtype(x, spec.dtype, recompute)).view(x.shape[0], -1, x.shape[-1])
-    saved = AttentionSaved(x, device.save_rows(o, rows), R.take(lse, rows), None, None, None, rows, inverse)
+    dtype = saved_dtype(x, spec.dtype, recompute)
+    kept_x, o, lse = device_of(x).save_attention(x, o, lse, rows, dtype, spec.rule.key_rows)
+    x = kept_x.view(x.shape[0], -1, x.shape[-1])
+    saved = AttentionSaved(x, o, lse, None, None, None, rows, inverse)
     if recompute:
         return saved
     q, k, v = (t if heads is None else t.index_select(1, heads) for t in qkv)
     return saved._replace(q=take_head_rows(q, rows), k=take_head_rows(k, kv_rows), v=take_head_rows(v, kv_rows))
 
 
-def attention_columns(p: AttentionParams) -> int:
+def attention_columns(p: AttentionParams, spec: AttentionSpec) -> int:
     """Of the totals of the branch: "attention_output", "attention_qkv", "attention_norm_weight", "…_norm_bias"."""
     width, channels = p.qkv_weight.shape
-    return p.proj_weight.shape[0] + width + 2 * channels
+    return p.proj_weight.shape[0] + width + norm_columns(spec.norm, channels)
 
 
 def attention_backward(
@@ -162,13 +154,14 @@ def attention_backward(
     """From the cotangent of queries and normalised ``x [B * m, C]``: its gradient, what to add to it at the query rows,
     and the products for the weights.
 
-    Rows of ``dy``, ``o [B * k, H * D]`` and ``lse [B * k, H]`` are the queries; ``rows`` says which rows of x they are
-    (None: all of them, in order). All rows of x are keys and values. Q, K, V are recomputed unless saved.
+    Rows of ``dy``, ``o [B * k, H * D]`` and ``lse [B, H, k]`` are the queries; ``rows`` says which rows of x they are
+    (None: all of them, in order), ``n.y_kept`` has them. All rows of x are keys and values. Q, K, V are recomputed
+    unless saved.
     """
     weight, bias, proj_weight, _ = cast_weights
     samples, heads, width = saved.x.shape[0], spec.heads, weight.shape[0] // 3
-    do, last = dy.dz @ proj_weight, weight_gradient(dy.dy, saved.o, p.proj_weight, needs.proj_weight or needs.scale)
-    n_q = R.take(n.y, rows)
+    do, output = output_backward(dy, saved.o, proj_weight, p, spec, needs)
+    n_q = n.y_kept
     if saved.q is not None:
         qkv = QKV(saved.q, saved.k, saved.v)
     else:
@@ -178,10 +171,9 @@ def attention_backward(
         else:
             qkv = project_kept(n_q.view(samples, -1, n_q.shape[1]), n_kv, weight, bias, heads)
 
-    lse = saved.lse.view(samples, -1, heads).transpose(1, 2)
     do, o = to_heads(do, samples, heads), to_heads(saved.o, samples, heads)
     p = p._replace(qkv_bias=bias)
-    dqkv, of_heads = attend_normalised_backward(do, qkv, o, lse, saved.rows, cut, p, spec, needs)
+    dqkv, of_heads = attend_normalised_backward(do, qkv, o, saved.lse, saved.rows, cut, p, spec, needs)
     del qkv, do, o
     dq, dk, dv = (R.flat(to_rows(g)).to(n.y.dtype) for g in dqkv)
     del dqkv
@@ -189,12 +181,11 @@ def attention_backward(
     if rows is None:
         d = steps.stack(dq, dk, dv, total="attention_qkv")
         dw = weight_gradient(d, n.y, p.qkv_weight, needs.qkv_weight)
-        return d @ weight, None, AttentionProducts(dw, last, of_heads)
-    steps.stack(dq, total="attention_qkv")
-    d = steps.stack(dk, dv, total="attention_qkv")
-    products = [weight_gradient(g, m, p.qkv_weight, needs.qkv_weight) for g, m in ((dq, n_q), (d, n.y))]
-    dw = torch.cat([t for t in products if t is not None]) if needs.qkv_weight else None
-    return d @ weight[width:], dq @ weight[:width], AttentionProducts(dw, last, of_heads)
+        return d @ weight, None, AttentionProducts(dw, output, of_heads)
+    d, dw = steps.stack(dk, dv, apart=dq, total="attention_qkv"), None
+    if needs.qkv_weight:
+        dw = device_of(d).weight_gradient(p.qkv_weight, (dq, n_q), (d, n.y))
+    return d @ weight[width:], dq @ weight[:width], AttentionProducts(dw, output, of_heads)
 
 
 def attention_input_backward(
@@ -216,7 +207,7 @@ def attention_input_backward(
     rows (None: ``base`` there too), ``base`` elsewhere unless the scope is "block"."""
     x_rows = None if spec.rule.key_rows else saved.rows  # which rows of the saved x are the kept ones
     affine = Affine(p.norm_weight, p.norm_bias, spec.norm)
-    n = steps.normalise(R.flat(saved.x), affine, spec.dtype, after=base)
+    n = steps.normalise(R.flat(saved.x), affine, spec.dtype, after=base, kept=x_rows, inverse=saved.inverse)
     dn, dn_kept, products = attention_backward(steps, dy, n, x_rows, saved, cast_weights, p, spec, needs, cut)
     dx = steps.norm_backward_input(
         dn, n, affine, dtype, rows=saved.rows, inverse=saved.inverse, size=base.shape[0],
@@ -229,23 +220,27 @@ def attention_gradients(
     products: AttentionProducts, totals: dict[str, Tensor], p: AttentionParams, needs: Needs
 ) -> AttentionParams:
     """The parameters' gradients, before their precision and scale."""
-    last = last_layer_gradients(
-        products.last, totals["attention_output"], p.proj_weight, p.proj_bias, p.scale, needs.proj_weight, needs.scale
-    )
+    heads, (product, dw_inner, db_inner, post) = products.heads, products.output
+    total = totals["attention_output"] if post.total is None else post.total
+    last = last_layer_gradients(product, total, p.proj_weight, p.proj_bias, p.scale, needs.proj_weight, needs.scale)
     return AttentionParams(
-        norm_weight=totals["attention_norm_weight"],
-        norm_bias=totals["attention_norm_bias"],
+        norm_weight=totals.get("attention_norm_weight"),
+        norm_bias=totals.get("attention_norm_bias"),
         qkv_weight=products.qkv_weight,
-        qkv_bias=with_padding(totals["attention_qkv"], products.heads.padding),
-        q_norm_weight=products.heads.q_norm_weight,
-        q_norm_bias=products.heads.q_norm_bias,
-        k_norm_weight=products.heads.k_norm_weight,
-        k_norm_bias=products.heads.k_norm_bias,
+        qkv_bias=with_padding(totals["attention_qkv"], heads.padding),
+        q_norm_weight=heads.q_norm_weight,
+        q_norm_bias=heads.q_norm_bias,
+        k_norm_weight=heads.k_norm_weight,
+        k_norm_bias=heads.k_norm_bias,
         proj_weight=last.weight,
         proj_bias=last.bias,
         scale=last.scale,
-        score_bias=products.heads.score_bias,
-        rope=products.heads.rope,
+        inner_norm_weight=dw_inner,
+        inner_norm_bias=db_inner,
+        post_norm_weight=post.weight,
+        post_norm_bias=post.bias,
+        score_bias=heads.score_bias,
+        rope=heads.rope,
     )
 
 
@@ -279,13 +274,14 @@ class Sampled(NamedTuple):
 class _AttentionBranch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *flat: Any) -> Tensor:
-        (x, rows, inverse, heads, factor, spec, options), p = split(flat, AttentionInputs, AttentionParams)
-        o, lse, qkv = attention_forward(x, p, spec)
+        (x, rows, inverse, heads, factor, spec, options), cut, p = split(flat, AttentionInputs, Cut, AttentionParams)
+        weights = AttentionWeights(*device_of(x).cast(spec.dtype, *attention_weights(p)))
+        o, lse, qkv = attention_forward(x, p, weights, spec, cut)
         saved = attention_saved(x, o, lse, qkv, rows, inverse, heads, spec, options.recompute)
-        ctx.save_for_backward(*saved, *Sampled(heads, factor), *p)
+        ctx.save_for_backward(*saved, *Sampled(heads, factor), *cut, *p)
         ctx.spec, ctx.dtype = spec, x.dtype
         ctx.options = options
-        y = attention_output(o, p, spec)
+        y = attention_output(o, p, weights, spec)
         if factor is not None:
             y = y * factor.view(-1, 1, 1)
         return x + y
@@ -294,21 +290,23 @@ class _AttentionBranch(torch.autograd.Function):
     @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         # Read once: checkpointing unpacks each tensor a single time.
-        saved, (heads, factor), p = split(ctx.saved_tensors, AttentionSaved, Sampled, AttentionParams)
-        _, needs = split(ctx.needs_input_grad, AttentionInputs, AttentionParams)
+        saved, (heads, factor), cut, p = split(ctx.saved_tensors, AttentionSaved, Sampled, Cut, AttentionParams)
+        _, _, needs = split(ctx.needs_input_grad, AttentionInputs, Cut, AttentionParams)
         spec, dtype, shape, dy = ctx.spec, saved.o.dtype, dy.shape, R.flat(dy)
         kept_p, kept_spec = (p, spec) if heads is None else select_heads(p, spec, heads)
-        steps = device_of(saved.x).steps(saved.x, attention_columns(kept_p))
+        device = device_of(saved.x)
+        steps = device.steps(saved.x, attention_columns(kept_p, spec))
         weight = ctx.options.row_weight
         kept_dy = steps.cotangent(
             dy, saved.rows, factor, p.scale, shape[0], dtype, total="attention_output", weight=weight
         )
-        cast_weights = AttentionWeights(*steps.cast(dtype, kept_p.qkv_weight, kept_p.qkv_bias, kept_p.proj_weight))
+        cast_weights = AttentionWeights(*device.cast(dtype, *attention_weights(kept_p)[:3]))
         dx, products = attention_input_backward(
             steps, kept_dy, saved, cast_weights, kept_p, kept_spec, needs,
-            kept=None, base=dy, scope=ctx.options.scope, dtype=ctx.dtype,
+            kept=None, base=dy, scope=ctx.options.scope, dtype=ctx.dtype, cut=cut,
         )  # fmt: skip
         grads = attention_gradients(products, steps.totals(), kept_p, needs)
         if heads is not None:
             grads = scatter_heads(grads, p, spec, heads)
-        return *AttentionInputs(dx.view(shape)), *parameter_gradients(grads, p, needs, ctx.options.weight_scale)
+        found = parameter_gradients(grads, p, needs, ctx.options.weight_scale)
+        return *AttentionInputs(dx.view(shape)), *NO_WINDOWS, *found

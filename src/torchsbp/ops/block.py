@@ -1,4 +1,4 @@
-"""The pre-norm transformer block as one function: the attention branch, then the MLP branch, on the same kept rows.
+"""The transformer block as one function: the attention branch, then the MLP branch, on the same kept rows.
 
 Saved per block: x (all rows; under rule "qkv" the kept ones), and the kept rows of the attention output and its
 log-sum-exp; all of them under rule "exact", where rows of the MLP alone are kept. The rows between the two branches are
@@ -13,17 +13,15 @@ from torch import Tensor
 from . import rows as R
 from .attention import (
     AttentionSaved,
-    AttentionWeights,
     attention_columns,
     attention_forward,
     attention_gradients,
     attention_input_backward,
-    attention_output,
     attention_saved,
 )
 from .device import device_of
-from .heads import AttentionParams, AttentionSpec
-from .layers import BackwardOptions, Grad, Normed, autocast_dtype, linear, parameter_gradients
+from .heads import AttentionParams, AttentionSpec, AttentionWeights, attention_weights
+from .layers import BackwardOptions, Grad, Normed, autocast_dtype, parameter_gradients
 from .mlp import (
     MLPParams,
     MLPSpec,
@@ -38,8 +36,9 @@ from .mlp import (
 )
 from .named import split
 from .once import once
+from .output import attention_last, attention_output
 from .steps import Affine, Steps
-from .window_attention import NO_WINDOWS, Cut
+from .window_attention import NO_WINDOWS, Cut, all_slots
 
 
 def transformer_block(
@@ -96,14 +95,17 @@ class _TransformerBlock(torch.autograd.Function):
         x, rows, inverse, factor1, factor2, spec1, spec2, options = inputs
         kept, place = rows, inverse
         if not spec1.rule.query_rows:  # attention keeps all rows, and all slots of its windows
-            kept, place, cut = None, None, Cut(cut.places, cut.regions)
-        o, lse, qkv = attention_forward(x, p1, spec1, cut)
+            kept, place, cut = None, None, all_slots(cut)
+        device = device_of(x)
+        weights = device.cast(spec1.dtype, *attention_weights(p1), *mlp_weights(p2))
+        weights1, weights2 = split(weights, AttentionWeights, MLPWeights)
+        o, lse, qkv = attention_forward(x, p1, weights1, spec1, cut)
         saved = attention_saved(x, o, lse, qkv, kept, place, None, spec1, options.recompute)
-        y = attention_output(o, p1, spec1)
+        y = attention_output(o, p1, weights1, spec1)
         x = x + (y if factor1 is None else y * factor1.view(-1, 1, 1))
-        h = mlp_hidden(x, p2, spec2)
-        kept_h = None if options.recompute else device_of(h).save_rows(h, rows)
-        y = mlp_output(h, p2, spec2)
+        h = mlp_hidden(x, p2, weights2, spec2)
+        kept_h = None if options.recompute else device.save_rows(h, rows)
+        y = mlp_output(h, p2, weights2, spec2)
         ctx.save_for_backward(*saved, *BlockSaved(rows, inverse, kept_h, factor1, factor2), *cut, *p1, *p2)
         ctx.attention_spec, ctx.mlp_spec, ctx.dtype = spec1, spec2, x.dtype
         ctx.options = options
@@ -119,12 +121,13 @@ class _TransformerBlock(torch.autograd.Function):
         rows, inverse, h, factor1, factor2 = more
         spec1, spec2 = ctx.attention_spec, ctx.mlp_spec
         shape, samples, dtype, dy = dy.shape, dy.shape[0], saved.o.dtype, R.flat(dy)
-        steps = device_of(saved.x).steps(saved.x, mlp_columns(p2) + attention_columns(p1))
+        device = device_of(saved.x)
+        steps = device.steps(saved.x, mlp_columns(p2, spec2) + attention_columns(p1, spec1))
 
         weight = ctx.options.row_weight
         kept_dy = steps.cotangent(dy, rows, factor2, p2.scale, samples, dtype, total="mlp_output", weight=weight)
-        weights = AttentionWeights(p1.qkv_weight, p1.qkv_bias, p1.proj_weight, p1.proj_bias)
-        weights1, weights2 = split(steps.cast(dtype, *weights, *mlp_weights(p2)), AttentionWeights, MLPWeights)
+        weights = device.cast(dtype, *attention_weights(p1), *mlp_weights(p2)[:3], None)
+        weights1, weights2 = split(weights, AttentionWeights, MLPWeights)
         affine = mlp_norm(p2, spec2)
         middle = middle_again(steps, saved, rows, weights1, p1, spec1, factor1, affine, dy)
         dn, products2 = mlp_backward(steps, kept_dy, middle, h, weights2, p2, spec2, needs2)
@@ -170,9 +173,10 @@ def middle_again(
 ) -> Normed:
     """The kept rows between the branches and their norm, from what the attention branch saved; after ``dy``."""
     o = saved.o if spec1.rule.query_rows else R.take(saved.o, rows)
+    weights = weights._replace(proj_weight=R.after(dy, weights.proj_weight))
     return steps.normalise(
         R.flat(saved.x), norm, spec1.dtype, after=dy,
         rows=None if spec1.rule.key_rows else rows,
-        branch=linear(o, R.after(dy, weights.proj_weight), weights.proj_bias, None),
+        branch=attention_last(o, p1, weights, spec1),
         scale=p1.scale, factor=factor1, samples=saved.x.shape[0],
     )  # fmt: skip

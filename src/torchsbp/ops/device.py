@@ -13,7 +13,7 @@ import torch.nn.attention
 from torch import Tensor
 
 from . import rows as R
-from .kernel_steps import KernelSteps, rotated, take_rows
+from .kernel_steps import KernelSteps, keep_rows, rotated, take_rows
 from .launch import launch
 from .layers import Grad, cast
 from .rotary import rotate, rotate_backward
@@ -45,13 +45,30 @@ class Device:
         """The steps of a backward pass over rows like x's, whose totals have so many columns together."""
         return Steps(x, columns)
 
-    def weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """``dW = dyᵀ x`` (Eq. 3) for 2-D dy and x, in the precision of the weight."""
-        return cast(dy.t() @ x, weight.dtype)
+    def cast(self, dtype: torch.dtype | None, *tensors: Grad) -> list[Any]:
+        """The tensors in the given precision, if one is given."""
+        return [t if t is None else cast(t, dtype) for t in tensors]
+
+    def weight_gradient(self, weight: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
+        """``dW = dyᵀ x`` (Eq. 3) for 2-D dy and x, in the precision of the weight: of several pairs one below the
+        other."""
+        products = [cast(dy.t() @ x, weight.dtype) for dy, x in pairs]
+        return products[0] if len(products) == 1 else torch.cat(products)
 
     def save_rows(self, x: Tensor, rows: R.Rows, dtype: torch.dtype | None = None) -> Tensor:
         """The given rows of x, ``[R, C]``, to be saved for backward in ``dtype``."""
         return cast(R.take(x, rows), dtype)
+
+    def save_attention(
+        self, x: Tensor, o: Tensor, lse: Tensor, rows: R.Rows, dtype: torch.dtype, x_rows: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """To be saved of an attention on ``x [B, N, C]``: x in ``dtype``, of which (``x_rows``) the given rows alone;
+        these rows of its output ``o [B, N, H * D]``, ``[R, H * D]``, and of its ``lse [B, H, N]``, ``[B, H, k]``."""
+        kept_x = self.save_rows(x, rows if x_rows else None, dtype)
+        if rows is not None:
+            samples, heads, _ = lse.shape
+            lse = R.take(lse.transpose(1, 2), rows).view(samples, -1, heads).transpose(1, 2)
+        return kept_x, self.save_rows(o, rows), lse
 
     def inverse(self, rows: Tensor, size: int) -> Grad:
         """The inverse of kept rows among ``size`` rows, made once for all ops; None where the steps don't read it."""
@@ -102,11 +119,30 @@ class CUDA(Device):
     def steps(self, x: Tensor, columns: int) -> Steps:
         return self.kernel_steps(x, columns) if self.fits(x) else Steps(x, columns)
 
-    def weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """Half-precision products are given in float32 as they are summed, without a rounding in between."""
-        if dy.dtype in HALF and weight.dtype == torch.float32:
-            return torch.mm(dy.t(), x, out_dtype=torch.float32)
-        return super().weight_gradient(dy, x, weight)
+    def weight_gradient(self, weight: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
+        """Half-precision products are given in float32 as they are summed, without a rounding in between, and where
+        they belong."""
+        if pairs[0][0].dtype not in HALF or weight.dtype != torch.float32:
+            return super().weight_gradient(weight, *pairs)
+        if len(pairs) == 1 or torch.compiler.is_compiling():
+            products = [torch.mm(dy.t(), x, out_dtype=torch.float32) for dy, x in pairs]
+            return products[0] if len(products) == 1 else torch.cat(products)
+        found = torch.empty_like(weight)
+        for (dy, x), place in zip(pairs, found.split([dy.shape[1] for dy, _ in pairs]), strict=True):
+            torch.mm(dy.t(), x, out_dtype=torch.float32, out=place)
+        return found
+
+    def cast(self, dtype: torch.dtype | None, *tensors: Grad) -> list[Any]:
+        """In one kernel."""
+        if torch.compiler.is_compiling():
+            return super().cast(dtype, *tensors)
+        others = [t for t in tensors if t is not None and dtype is not None and t.dtype != dtype]
+        if not others:
+            return list(tensors)
+        converted = [torch.empty_like(t, dtype=dtype) for t in others]
+        torch._foreach_copy_(converted, others)
+        given = iter(converted)
+        return [t if t is None or t.dtype == dtype else next(given) for t in tensors]
 
     def save_rows(self, x: Tensor, rows: R.Rows, dtype: torch.dtype | None = None) -> Tensor:
         """Gathered here and now: left to itself, the compiler gathers the rows of several blocks in one kernel behind
@@ -114,6 +150,14 @@ class CUDA(Device):
         if rows is None or not (torch.compiler.is_compiling() and self.fits(x)):
             return super().save_rows(x, rows, dtype)
         return take_rows(R.flat(x).contiguous(), rows, dtype or x.dtype)
+
+    def save_attention(
+        self, x: Tensor, o: Tensor, lse: Tensor, rows: R.Rows, dtype: torch.dtype, x_rows: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """In one kernel; compiled, all of x is saved where it is made."""
+        if rows is None or torch.compiler.is_compiling() or not (self.fits(x) and self.fits(o)):
+            return super().save_attention(x, o, lse, rows, dtype, x_rows)
+        return keep_rows(self.launch, x, o, lse, rows, dtype, x_rows)
 
     def inverse(self, rows: Tensor, size: int) -> Grad:
         return R.inverse(rows, size)
@@ -147,7 +191,7 @@ def device_of(x: Tensor) -> Device:
 
 def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, need: bool) -> Grad:
     """``dW = dyᵀ x`` where it is needed."""
-    return device_of(dy).weight_gradient(dy, x, weight) if need else None
+    return device_of(dy).weight_gradient(weight, (dy, x)) if need else None
 
 
 @contextmanager

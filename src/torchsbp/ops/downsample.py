@@ -80,8 +80,7 @@ class _Downsample(torch.autograd.Function):
         (x, rows, spec, options), p = split(flat, DownsampleInputs, DownsampleParams)
         channels_last = x.permute(0, 2, 3, 1)
         n = norm(channels_last, p.norm_weight, p.norm_bias, spec.norm).permute(0, 3, 1, 2)
-        bias = None if p.bias is None else cast(p.bias, spec.dtype)
-        y = F.conv2d(cast(n, spec.dtype), cast(p.weight, spec.dtype), bias, spec.stride)
+        y = F.conv2d(cast(n, spec.dtype), *device_of(x).cast(spec.dtype, p.weight, p.bias), spec.stride)
         if rows is None:
             rows = torch.arange(y.shape[0] * y.shape[2] * y.shape[3], device=x.device)
         inputs = patch_rows(rows, x.shape[2:], y.shape[2:], p.weight.shape[2:], spec.stride)

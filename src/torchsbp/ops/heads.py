@@ -17,6 +17,7 @@ from .window_attention import Cut, Padding
 
 class AttentionParams(NamedTuple):
     """The parameters of an attention branch; ``qkv`` stacks the projections to queries, keys and values.
+    ``inner_norm`` comes before the last projection, ``post_norm`` behind the branch, which has no scale then.
     ``score_bias`` is added to the scores of a window, ``[H, area, area]``; ``rope`` turns queries and keys."""
 
     norm_weight: Grad
@@ -30,13 +31,17 @@ class AttentionParams(NamedTuple):
     proj_weight: Tensor
     proj_bias: Grad
     scale: Grad = None
+    inner_norm_weight: Grad = None
+    inner_norm_bias: Grad = None
+    post_norm_weight: Grad = None
+    post_norm_bias: Grad = None
     score_bias: Grad = None
     rope: Grad = None
 
 
 class AttentionSpec(NamedTuple):
-    """What is static about the branch. ``qk_norm`` is None where queries and keys are not normalised;
-    ``rotate_half`` says which pairs rotary embeddings turn."""
+    """What is static about the branch. Norms of queries and keys, before the last projection and behind the branch are
+    None where there are none; ``rotate_half`` says which pairs rotary embeddings turn."""
 
     heads: int
     softmax_scale: float
@@ -46,6 +51,21 @@ class AttentionSpec(NamedTuple):
     rule: Rule = RULES["query"]
     dtype: torch.dtype | None = None
     rotate_half: bool = False
+    inner_norm: Norm | None = None
+    post_norm: Norm | None = None
+
+
+class AttentionWeights(NamedTuple):
+    """What is multiplied and added, in the precision of products; ``proj_bias`` where the output is computed."""
+
+    qkv_weight: Tensor
+    qkv_bias: Grad
+    proj_weight: Tensor
+    proj_bias: Grad = None
+
+
+def attention_weights(p: AttentionParams) -> AttentionWeights:
+    return AttentionWeights(p.qkv_weight, p.qkv_bias, p.proj_weight, p.proj_bias)
 
 
 class QKV(NamedTuple):
@@ -97,8 +117,8 @@ def padding_of(p: AttentionParams, spec: AttentionSpec) -> Padding | None:
     """The key and value of slots outside of the grid, whose input is zero: what the projection adds to it."""
     if p.qkv_bias is None:
         return None
-    _, k, v = p.qkv_bias.view(3, spec.heads, -1).unbind(0)
-    return Padding(k, v)
+    _, k, v = normalised(QKV(*p.qkv_bias.view(3, 1, spec.heads, 1, -1).unbind(0)), p, spec)
+    return Padding(k[0, :, 0], v[0, :, 0])
 
 
 def attend_normalised(qkv: QKV, p: AttentionParams, spec: AttentionSpec, cut: Cut) -> tuple[Tensor, Tensor]:
@@ -122,20 +142,32 @@ def attend_normalised_backward(
     needs: Needs,
 ) -> tuple[QKV, HeadGradients]:
     """Gradients of Q, K, V before norms and rotation, and of what else attention has. Queries are those of ``rows``."""
-    if cut.places is not None:
-        assert p.score_bias is not None
-        *dqkv, d_bias, d_padding = device_of(do).windows(do).backward(
-            do, *qkv, o, lse, p.score_bias, padding_of(p, spec), cut, spec.softmax_scale, spec.rule.key_rows,
-            needs.score_bias,
-        )  # fmt: skip
-        return QKV(*dqkv), HeadGradients(score_bias=d_bias, padding=d_padding)
     q = Turned(qkv.q, p.q_norm_weight, p.q_norm_bias, rows, p, spec)
     k = Turned(qkv.k, p.k_norm_weight, p.k_norm_bias, rows if spec.rule.key_rows else None, p, spec)
-    dq, dk, dv = attend_backward(do, q.y, k.y, qkv.v, o, lse, spec.softmax_scale, spec.fused)
+    d_bias: Grad = None
+    d_padding: Padding | None = None
+    if cut.places is None:
+        dq, dk, dv = attend_backward(do, q.y, k.y, qkv.v, o, lse, spec.softmax_scale, spec.fused)
+    else:
+        assert p.score_bias is not None
+        dq, dk, dv, d_bias, d_padding = device_of(do).windows(do).backward(
+            do, q.y, k.y, qkv.v, o, lse, p.score_bias, padding_of(p, spec), cut, spec.softmax_scale,
+            spec.rule.key_rows, needs.score_bias,
+        )  # fmt: skip
     dq, dqw, dqb, dq_rope = q.backward(dq, needs.q_norm_weight, needs.q_norm_bias, needs.rope)
     dk, dkw, dkb, dk_rope = k.backward(dk, needs.k_norm_weight, needs.k_norm_bias, needs.rope)
     d_rope = None if dq_rope is None or dk_rope is None else dq_rope + dk_rope
-    return QKV(dq, dk, dv), HeadGradients(dqw, dqb, dkw, dkb, rope=d_rope)
+    return QKV(dq, dk, dv), HeadGradients(dqw, dqb, dkw, dkb, d_bias, padding_backward(d_padding, p, spec), d_rope)
+
+
+def padding_backward(d_padding: Padding | None, p: AttentionParams, spec: AttentionSpec) -> Padding | None:
+    """Before the norm of keys."""
+    if d_padding is None or spec.qk_norm is None or p.qkv_bias is None:
+        return d_padding
+    assert p.k_norm_weight is None, "padding's part in the gradient of a norm of keys is not computed"
+    k = p.qkv_bias.view(3, 1, spec.heads, 1, -1)[1]
+    dk, *_ = Turned(k, None, None, None, p, spec).backward(d_padding.k[None, :, None], False, False, False)
+    return Padding(dk[0, :, 0], d_padding.v)
 
 
 class Turned:
@@ -189,6 +221,7 @@ def select_heads(p: AttentionParams, spec: AttentionSpec, heads: Tensor) -> tupl
             qkv_weight=weight.index_select(1, heads).flatten(0, 2),
             qkv_bias=None if bias is None else bias.view(3, spec.heads, -1).index_select(1, heads).flatten(),
             proj_weight=proj.index_select(1, heads).flatten(1),
+            score_bias=None if p.score_bias is None else p.score_bias.index_select(0, heads),
             rope=p.rope if p.rope is None or p.rope.dim() == 2 else p.rope.index_select(0, heads),
         ),
         spec._replace(heads=heads.shape[0]),
@@ -211,5 +244,6 @@ def scatter_heads(grads: AttentionParams, p: AttentionParams, spec: AttentionSpe
         qkv_weight=spread(grads.qkv_weight, p.qkv_weight, (*shape, channels), 1),
         qkv_bias=spread(grads.qkv_bias, p.qkv_bias, shape, 1),
         proj_weight=spread(grads.proj_weight, p.proj_weight, (p.proj_weight.shape[0], spec.heads, width), 1),
+        score_bias=None if p.score_bias is None else spread(grads.score_bias, p.score_bias, p.score_bias.shape, 0),
         rope=grads.rope if p.rope is None or p.rope.dim() == 2 else spread(grads.rope, p.rope, p.rope.shape, 0),
     )

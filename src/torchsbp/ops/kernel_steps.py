@@ -23,8 +23,17 @@ ACTIVATION_CODES = {"gelu": 0, "gelu_tanh": 1, "quick_gelu": 2, "silu": 3, "relu
 Launch = Callable[..., None]
 
 
+_PROCESSORS: dict[torch.device, int] = {}
+
+
 def processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    if device.type != "cuda":
+        return 1
+    if torch.compiler.is_compiling():
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    if device not in _PROCESSORS:
+        _PROCESSORS[device] = torch.cuda.get_device_properties(device).multi_processor_count
+    return _PROCESSORS[device]
 
 
 def tile(width: int, elements: int = 2048) -> dict[str, int]:
@@ -57,6 +66,35 @@ def take_rows(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
     return kept
 
 
+def keep_rows(
+    launch: Launch, x: Tensor, o: Tensor, lse: Tensor, rows: Tensor, dtype: torch.dtype, x_rows: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of ``x [B, N, C]`` in ``dtype``, all rows or (``x_rows``) kept ones; of ``o [B, N, H * D]`` and ``lse [B, H, N]``
+    the kept ones, as ``[R, H * D]`` and ``[B, H, k]``."""
+    (batch, positions, width), heads, count, C = o.shape, lse.shape[1], rows.shape[0], x.shape[2]
+    x, o = x.contiguous(), o.contiguous()
+    has_x = x_rows or dtype != x.dtype
+    kept_x = R.flat(x)
+    if has_x:
+        kept_x = torch.empty(count if x_rows else batch * positions, C, dtype=dtype, device=x.device)
+    kept_o = torch.empty(count, width, dtype=o.dtype, device=x.device)
+    kept_lse = torch.empty(batch, heads, count // batch, dtype=lse.dtype, device=x.device)
+    launch(
+        "keep", (8 * PROGRAMS_PER_PROCESSOR * processors(x.device),),
+        x=x, o=o, lse=lse, rows=rows, kept_x=kept_x, kept_o=kept_o, kept_lse=kept_lse,
+        count_x=kept_x.shape[0], count=count, per_sample=count // batch, positions=positions,
+        lse_sample=lse.stride(0), lse_head=lse.stride(1), lse_row=lse.stride(2),
+        C=C, WIDTH=width, HEADS=heads, HAS_X=has_x, X_ROWS=x_rows, BLOCK_HEADS=1 << (heads - 1).bit_length(),
+        **tile(max(C, width), 1024),
+    )  # fmt: skip
+    return kept_x, kept_o, kept_lse
+
+
+def given_inverse(rows: R.Rows, inverse: Grad, size: int) -> Grad:
+    """That of the rows, made unless it is at hand."""
+    return R.inverse(rows, size) if inverse is None and rows is not None else inverse
+
+
 def row_weight(weight: R.RowWeight | None) -> dict[str, Any]:
     """What a kernel is told about it."""
     value, prefix = weight or R.RowWeight(1.0)
@@ -69,7 +107,6 @@ class KernelSteps(Steps):
         self.sums = torch.empty(self.programs, columns, dtype=torch.float32, device=x.device)
         self.widths: dict[str, int] = {}
         self.used = 0
-        self.newest = ""
 
     def processors(self, device: torch.device) -> int:
         return processors(device)
@@ -84,10 +121,9 @@ class KernelSteps(Steps):
         return dict(zip(self.widths, self.sums.sum(0).split(list(self.widths.values())), strict=True))
 
     def room(self, total: str, width: int) -> int:
-        """The first of the buffer's columns for a sum of that name, or for more of the newest one."""
-        start, before = self.used, self.widths.get(total, 0)
-        assert not before or total == self.newest, f"{total} has a sum already"
-        self.widths[total], self.used, self.newest = before + width, start + width, total
+        """The first of the buffer's columns for a sum of that name."""
+        assert total not in self.widths, f"{total} has a sum already"
+        start, self.used, self.widths[total] = self.used, self.used + width, width
         return start
 
     def put(self, total: str, value: Tensor) -> None:
@@ -100,16 +136,6 @@ class KernelSteps(Steps):
     def buffer(self, total: str, width: int) -> dict[str, Any]:
         """What a kernel is told about its sum."""
         return {"sums": self.sums, "first": self.room(total, width), "columns": self.sums.shape[1]}
-
-    def cast(self, dtype: torch.dtype, *tensors: Grad) -> list[Any]:
-        if torch.compiler.is_compiling():
-            return super().cast(dtype, *tensors)
-        others = [t for t in tensors if t is not None and t.dtype != dtype]
-        converted = [torch.empty_like(t, dtype=dtype) for t in others]
-        if others:
-            torch._foreach_copy_(converted, others)
-        given = iter(converted)
-        return [t if t is None or t.dtype == dtype else next(given) for t in tensors]
 
     def cotangent(
         self, dy: Tensor, rows: R.Rows, factor: Grad, scale: Grad, samples: int, dtype: torch.dtype, *,
@@ -127,11 +153,21 @@ class KernelSteps(Steps):
         )  # fmt: skip
         return Cotangent(half, half if scaled is None else scaled)
 
+    def _cotangent(self, kept: Tensor, factor: Grad, scale: Grad, dtype: torch.dtype, total: str) -> Cotangent:
+        samples = 1 if factor is None else factor.shape[0]
+        return self.cotangent(kept, None, factor, scale, samples, dtype, total=total)
+
     def normalise(
         self, x: Tensor, norm: Affine, dtype: torch.dtype | None, *,
         after: Tensor,
         rows: R.Rows = None, branch: Grad = None, scale: Grad = None, factor: Grad = None, samples: int = 1,
+        kept: R.Rows = None, inverse: Grad = None,
     ) -> Normed:  # fmt: skip
+        if norm.static.kind == "none":
+            return super().normalise(
+                x, norm, dtype, after=after, rows=rows, branch=branch, scale=scale, factor=factor, samples=samples,
+                kept=kept,
+            )  # fmt: skip
         x, (weight, bias, static) = x.contiguous(), norm
         count, C = x.shape[0] if rows is None else rows.shape[0], x.shape[1]
         wide = x.dtype if weight is None else weight.dtype
@@ -141,15 +177,17 @@ class KernelSteps(Steps):
         rstd = torch.empty(count, dtype=torch.float32, device=x.device)
         mean = None if static.kind == "rms" else torch.empty_like(rstd)
         eps = torch.finfo(x.dtype).eps if static.eps is None else static.eps
+        y_kept = None if kept is None else torch.empty(kept.shape[0], C, dtype=y.dtype, device=x.device)
         self.launch(
             "normalise", (4 * self.programs,),
             after=after, x=x, rows=rows, branch=branch, scale=scale, factor=factor, weight=weight, bias=bias,
-            middle=middle, y=y, mean=mean, rstd=rstd, count=count, per_sample=count // samples, C=C, eps=eps,
+            middle=middle, y=y, inverse=given_inverse(kept, inverse, count), y_kept=y_kept, mean=mean, rstd=rstd,
+            count=count, per_sample=count // samples, eps=eps, C=C,
             HAS_ROWS=rows is not None, HAS_BRANCH=branch is not None, HAS_SCALE=scale is not None,
             HAS_FACTOR=factor is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
-            CENTRE=mean is not None, KEEP=keep, **tile(C, 1024),
+            CENTRE=mean is not None, KEEP=keep, HAS_KEPT=kept is not None, **tile(C, 1024),
         )  # fmt: skip
-        return Normed(y, middle, mean, rstd)
+        return Normed(y, middle, mean, rstd, y if kept is None else y_kept)
 
     def activation(self, h: Tensor, dg: Tensor, name: str, overwrite: bool, *, total: str) -> tuple[Tensor, Tensor]:
         gated = name.removeprefix(GATED)
@@ -179,23 +217,27 @@ class KernelSteps(Steps):
         )  # fmt: skip
         return dg, dh
 
-    def stack(self, *parts: Tensor, total: str) -> Tensor:
-        a, b, c = (*parts, None, None)[:3]
-        assert a is not None
-        count, C = a.shape
-        stacked = None if b is None else torch.empty(count, len(parts) * C, dtype=a.dtype, device=a.device)
+    def stack(self, *parts: Tensor, apart: Grad = None, total: str) -> Tensor:
+        count, C = parts[0].shape
+        stacked = torch.empty(count, len(parts) * C, dtype=parts[0].dtype, device=parts[0].device)
+        summed = parts if apart is None else (apart, *parts)
+        a, b, c = (*summed, None, None)[:3]
         self.launch(
-            "stack", (self.programs, len(parts)),
-            a=a, b=b, c=c, stacked=stacked, **self.buffer(total, len(parts) * C), count=count, C=C,
-            PARTS=len(parts), **tile(C),
+            "stack", (self.programs, len(summed)),
+            a=a, b=b, c=c, stacked=stacked, **self.buffer(total, len(summed) * C),
+            count_a=summed[0].shape[0], count=count, C=C, PARTS=len(summed), APART=len(summed) - len(parts), **tile(C),
         )  # fmt: skip
-        return a if stacked is None else stacked
+        return stacked
 
     def norm_backward_middle(
         self, dn: Tensor, n: Normed, norm: Affine, dy: Tensor, rows: R.Rows,
         factor: Grad, scale: Grad, samples: int, dtype: torch.dtype, *,
         norm_total: str, total: str, weight: R.RowWeight | None = None,
     ) -> tuple[Tensor, Cotangent]:  # fmt: skip
+        if norm.static.kind == "none":
+            return super().norm_backward_middle(
+                dn, n, norm, dy, rows, factor, scale, samples, dtype, norm_total=norm_total, total=total, weight=weight
+            )
         half = torch.empty(dn.shape, dtype=dtype, device=dn.device)
         scaled = None if scale is None else torch.empty_like(half)
         middle = self._norm_backward_rows(
@@ -209,13 +251,18 @@ class KernelSteps(Steps):
         rows: R.Rows = None, inverse: Grad = None, size: int = 0,
         dn_kept: Grad = None, kept: Grad = None, base: Grad = None, gated: bool = False, norm_total: str,
     ) -> Tensor:  # fmt: skip
+        if norm.static.kind == "none":
+            return super().norm_backward_input(
+                dn, n, norm, dtype, rows=rows, size=size,
+                dn_kept=dn_kept, kept=kept, base=base, gated=gated, norm_total=norm_total,
+            )  # fmt: skip
         if rows is None:
             base = base if kept is None else kept
             return self._norm_backward_rows(dn, n, norm, dtype, dn.shape[0], norm_total, base=base)
-        inverse = R.inverse(rows, size) if inverse is None else inverse
         return self._norm_backward_rows(
-            dn, n, norm, dtype, size, norm_total, inverse=inverse, dn_kept=dn_kept, kept=kept, base=base, gated=gated
-        )
+            dn, n, norm, dtype, size, norm_total, inverse=given_inverse(rows, inverse, size),
+            dn_kept=dn_kept, kept=kept, base=base, gated=gated,
+        )  # fmt: skip
 
     def _norm_backward_rows(
         self, dn: Tensor, n: Normed, norm: Affine, dtype: torch.dtype, size: int, norm_total: str, *,

@@ -17,17 +17,6 @@ RELU = tl.constexpr(ACTIVATION_CODES["relu"])
 
 
 @triton.jit
-def take(x, rows, kept, count, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    c = tl.arange(0, BLOCK)
-    for start in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
-        r = start + tl.arange(0, ROWS)
-        here = (r < count)[:, None] & (c < C)[None, :]
-        source = tl.load(rows + r, r < count, 0)
-        value = tl.load(x + source[:, None] * C + c[None, :], here, 0.0)
-        tl.store(kept + r.to(tl.int64)[:, None] * C + c[None, :], value.to(kept.dtype.element_ty), here)
-
-
-@triton.jit
 def cotangent(
     dy, rows, factor, scale, half, scaled, sums, first, columns, count, per_sample, row_weight, prefix,
     C: tl.constexpr, WEIGHTED: tl.constexpr,
@@ -56,12 +45,14 @@ def cotangent(
 
 @triton.jit
 def normalise(
-    after, x, rows, branch, scale, factor, weight, bias, middle, y, mean, rstd, count, per_sample, C: tl.constexpr, eps,
+    after, x, rows, branch, scale, factor, weight, bias, middle, y, inverse, y_kept, mean, rstd,
+    count, per_sample, eps, C: tl.constexpr,
     HAS_ROWS: tl.constexpr, HAS_BRANCH: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRE: tl.constexpr, KEEP: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRE: tl.constexpr, KEEP: tl.constexpr, HAS_KEPT: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``after`` is not read: it orders this kernel behind another one."""
+    """``after`` is not read: it orders this kernel behind another one. Row r of y is row ``inverse[r]`` of y_kept too,
+    unless that is -1."""
     c = tl.arange(0, BLOCK)
     inside = c < C
     for start in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
@@ -92,6 +83,9 @@ def normalise(
         if HAS_BIAS:
             out += tl.load(bias + c, inside, 0.0).to(tl.float32)[None, :]
         tl.store(y + at, out.to(y.dtype.element_ty), here)
+        if HAS_KEPT:
+            place = tl.load(inverse + r, r < count, -1).to(tl.int64)[:, None]
+            tl.store(y_kept + place * C + c[None, :], out.to(y.dtype.element_ty), here & (place >= 0))
 
 
 @triton.jit
@@ -225,10 +219,10 @@ def rotation(
 
 @triton.jit
 def stack(
-    a, b, c, stacked, sums, first, columns, count, C: tl.constexpr,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    a, b, c, stacked, sums, first, columns, count_a, count, C: tl.constexpr,
+    PARTS: tl.constexpr, APART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, i) copies rows of part i to its columns; a single part is summed and stays where it is."""
+    """Program (p, i) copies rows of part i to its columns; the first is only summed if it stays APART."""
     part = tl.program_id(1)
     k = tl.arange(0, BLOCK)
     inside = k < C
@@ -237,15 +231,16 @@ def stack(
         source = b if part == 1 else a
     if PARTS > 2:
         source = c if part == 2 else source
+    number = count_a if part == 0 else count
     total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for start in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
+    for start in range(tl.program_id(0) * ROWS, number, tl.num_programs(0) * ROWS):
         r = start + tl.arange(0, ROWS)
-        here = (r < count)[:, None] & inside[None, :]
+        here = (r < number)[:, None] & inside[None, :]
         row = r.to(tl.int64)[:, None]
         value = tl.load(source + row * C + k[None, :], here, 0.0)
         total += value.to(tl.float32)
-        if PARTS > 1:
-            tl.store(stacked + row * (PARTS * C) + part * C + k[None, :], value, here)
+        if part >= APART:
+            tl.store(stacked + row * ((PARTS - APART) * C) + (part - APART) * C + k[None, :], value, here)
     tl.store(sums + tl.program_id(0) * columns + first + part * C + k, tl.sum(total, 0), inside)
 
 

@@ -19,10 +19,15 @@ Grad = Tensor | None
 
 
 class Norm(NamedTuple):
-    """Static part of a normalisation over the last dimension: its kind and epsilon."""
+    """Static part of a normalisation over the last dimension: its epsilon and kind, "layer", "rms", "unit" (divided by
+    its length, times a weight, whose shape may be any that fits) or "none"."""
 
     eps: float = 1e-6
     kind: str = "layer"
+
+
+NO_NORM = Norm(kind="none")
+COSINE = Norm(1e-12, "unit")  # products of such are cosines
 
 
 class BackwardOptions(NamedTuple):
@@ -88,6 +93,11 @@ def last_layer_gradients(
     return LastLayer(dw, scale * total, dscale)
 
 
+def norm_columns(static: Norm, channels: int) -> int:
+    """Of a norm's totals, weight and bias."""
+    return 0 if static.kind == "none" else 2 * channels
+
+
 def parameter_gradients(
     grads: Sequence[Grad], params: Sequence[Grad], needs: Sequence[bool], weight_scale: float
 ) -> list[Grad]:
@@ -101,25 +111,34 @@ def parameter_gradients(
 
 
 def norm(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype | None = None) -> Tensor:
-    """LayerNorm or RMSNorm over the last dimension, in the precision of its weight, given in ``dtype``."""
+    """The normalisation over the last dimension, in the precision of its weight, given in ``dtype``."""
+    if static.kind == "none":
+        return cast(x, dtype)
     x = x if weight is None else x.to(weight.dtype)
+    if static.kind == "unit":
+        return _unit(x, weight, static.eps, dtype).y
     if static.kind == "rms":
         return cast(F.rms_norm(x, x.shape[-1:], weight, static.eps), dtype)
     return cast(F.layer_norm(x, x.shape[-1:], weight, bias, static.eps), dtype)
 
 
 class Normed(NamedTuple):
-    """A norm computed for backward: its output, and what its own backward needs."""
+    """A norm computed for backward: its output, what its own backward needs, and some rows of the output apart."""
 
     y: Tensor
     x: Tensor
     mean: Grad
-    rstd: Tensor
+    rstd: Grad
+    y_kept: Any = None
 
 
 def norm_again(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype | None) -> Normed:
     """``norm`` once more in backward, with its statistics."""
+    if static.kind == "none":
+        return Normed(cast(x, dtype), x, None, None)
     x = x if weight is None else x.to(weight.dtype)
+    if static.kind == "unit":
+        return _unit(x, weight, static.eps, dtype)
     if static.kind == "rms":
         eps = torch.finfo(x.dtype).eps if static.eps is None else static.eps
         wide = x.float() if x.dtype == torch.float16 else x  # squares overflow in half precision
@@ -127,6 +146,14 @@ def norm_again(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.d
         return Normed(norm(x, weight, bias, static, dtype), wide, None, rstd)
     y, mean, rstd = aten.native_layer_norm(x, [x.shape[-1]], weight, bias, static.eps)
     return Normed(cast(y, dtype), x, mean, rstd)
+
+
+def _unit(x: Tensor, weight: Grad, eps: float, dtype: torch.dtype | None) -> Normed:
+    """``w ∘ x / |x|``."""
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    rstd = wide.norm(dim=-1, keepdim=True).clamp_min(eps).reciprocal()
+    y = wide * rstd
+    return Normed(cast(y if weight is None else y * weight, dtype or x.dtype), wide, None, rstd)
 
 
 class NormGradients(NamedTuple):
@@ -141,17 +168,22 @@ def norm_backward(
     dy: Tensor, n: Normed, weight: Grad, bias: Grad, static: Norm, needs_weight: bool, needs_bias: bool
 ) -> NormGradients:
     """From ``dy`` and what ``norm_again`` gave."""
+    if static.kind == "none":
+        return NormGradients(dy, None, None)
     dy = dy.to(n.x.dtype)
-    if static.kind == "rms":
-        return _rms_norm_backward(dy, n, weight, needs_weight)
+    if static.kind != "layer":
+        return _uncentred_norm_backward(dy, n, weight, static, needs_weight)
     mask, shape = [True, needs_weight, needs_bias], [n.x.shape[-1]]
     dx, dw, db = aten.native_layer_norm_backward(dy, n.x, shape, n.mean, n.rstd, weight, bias, mask)
     return NormGradients(dx, dw if needs_weight else None, db if needs_bias else None)
 
 
-def _rms_norm_backward(dy: Tensor, n: Normed, weight: Grad, needs_weight: bool) -> NormGradients:
-    """With x̂ = x / rms(x) and g = dy ∘ w: ``dx = (g − x̂ mean(g ∘ x̂)) / rms(x)``, ``dw = Σ dy ∘ x̂``."""
+def _uncentred_norm_backward(dy: Tensor, n: Normed, weight: Grad, static: Norm, needs_weight: bool) -> NormGradients:
+    """With x̂ = x / rms(x) and g = dy ∘ w: ``dx = (g − x̂ mean(g ∘ x̂)) / rms(x)``, ``dw = Σ dy ∘ x̂``. Of a unit, whose
+    x̂ is x / |x|, the sum instead of the mean."""
+    assert n.rstd is not None
     unit = n.x * n.rstd
     g = dy if weight is None else dy * weight
-    dx = (g - unit * (g * unit).mean(-1, keepdim=True)) * n.rstd
-    return NormGradients(dx, (dy * unit).flatten(0, -2).sum(0) if needs_weight else None, None)
+    along = (g * unit).mean(-1, keepdim=True) if static.kind == "rms" else torch.linalg.vecdot(g, unit).unsqueeze(-1)
+    dw = (dy * unit).sum_to_size(weight.shape) if needs_weight and weight is not None else None
+    return NormGradients((g - unit * along) * n.rstd, dw, None)

@@ -1,8 +1,8 @@
 """MLP branch: ``y = x + s · gate(γ ∘ (W₂ act(W₁ norm(x) + b₁) + b₂))``, backward on kept rows (Eq. 4, 5).
 
-The activation may be a gate, and a norm may follow it. The branch serves ConvNeXt's pointwise convolutions too, where
-the residual comes from elsewhere (``residual=False``). Saved: the kept rows of x; with ``recompute=False`` also those
-of the hidden layer.
+The activation may be a gate, and a norm may follow it. The norm may be behind the branch instead of before it. The
+branch serves ConvNeXt's pointwise convolutions too, where the residual comes from elsewhere (``residual=False``).
+Saved: the kept rows of x; with ``recompute=False`` also those of the hidden layer.
 """
 
 from typing import Any, NamedTuple
@@ -24,12 +24,13 @@ from .layers import (
     norm,
     norm_again,
     norm_backward,
+    norm_columns,
     parameter_gradients,
     saved_dtype,
 )
 from .named import Needs, split
 from .once import once
-from .steps import Affine, Cotangent, Steps
+from .steps import Affine, Cotangent, PostNormGradients, Steps, before_norm
 
 
 class MLPParams(NamedTuple):
@@ -44,34 +45,39 @@ class MLPParams(NamedTuple):
     scale: Grad = None
     inner_norm_weight: Grad = None
     inner_norm_bias: Grad = None
+    post_norm_weight: Grad = None
+    post_norm_bias: Grad = None
 
 
 class MLPSpec(NamedTuple):
     """What is static about the branch; ``act`` is one for ``activation_named``, ``inner_norm`` (None: none) comes
-    behind it."""
+    behind it, ``post_norm`` behind the branch, which has no scale then."""
 
     norm: Norm = Norm()
     act: str = "gelu"
     dtype: torch.dtype | None = None
     inner_norm: Norm | None = None
+    post_norm: Norm | None = None
 
 
 class MLPWeights(NamedTuple):
-    """What backward multiplies by, in the precision of products."""
+    """What is multiplied and added, in the precision of products; ``bias2`` where the output is computed."""
 
     weight1: Tensor
     bias1: Grad
     weight2: Tensor
+    bias2: Grad = None
 
 
 class MLPProducts(NamedTuple):
-    """What ``mlp_backward`` has found for the weights: the gradient of weight1, ``dyᵀ g`` for weight2, and the
-    gradients of the inner norm."""
+    """What ``mlp_backward`` has found for the weights: the gradient of weight1, ``dyᵀ g`` for weight2, the gradients of
+    the inner norm, and of the norm behind the branch."""
 
     weight1: Any
     last: Grad
     inner_norm_weight: Grad = None
     inner_norm_bias: Grad = None
+    post: PostNormGradients = PostNormGradients()
 
 
 def mlp_branch(
@@ -91,33 +97,40 @@ def mlp_branch(
     return _MLPBranch.apply(*MLPInputs(x, rows, inverse, factor, spec, residual, options), *params)
 
 
-def mlp_hidden(x: Tensor, p: MLPParams, spec: MLPSpec) -> Tensor:
+def mlp_hidden(x: Tensor, p: MLPParams, weights: MLPWeights, spec: MLPSpec) -> Tensor:
     """The hidden layer before its activation."""
-    return linear(norm(x, p.norm_weight, p.norm_bias, spec.norm, spec.dtype), p.weight1, p.bias1, spec.dtype)
+    n = norm(x, p.norm_weight, p.norm_bias, spec.norm, spec.dtype)
+    return linear(n, weights.weight1, weights.bias1, spec.dtype)
 
 
-def mlp_output(h: Tensor, p: MLPParams, spec: MLPSpec) -> Tensor:
-    """The branch's output from its hidden layer."""
+def mlp_last(h: Tensor, p: MLPParams, weights: MLPWeights, spec: MLPSpec) -> Tensor:
+    """The last layer's output from the hidden layer."""
     g = activation_named(spec.act).forward(h)
     if spec.inner_norm is not None:
         g = norm(g, p.inner_norm_weight, p.inner_norm_bias, spec.inner_norm, spec.dtype)
-    z = linear(g, p.weight2, p.bias2, spec.dtype)
-    del g  # the widest there is: not beside what follows
+    return linear(g, weights.weight2, weights.bias2, spec.dtype)
+
+
+def mlp_output(h: Tensor, p: MLPParams, weights: MLPWeights, spec: MLPSpec) -> Tensor:
+    """The branch's output from its hidden layer."""
+    z = mlp_last(h, p, weights, spec)
+    if spec.post_norm is not None:
+        return norm(z, p.post_norm_weight, p.post_norm_bias, spec.post_norm)
     return z if p.scale is None else z * p.scale
 
 
 def mlp_weights(p: MLPParams) -> MLPWeights:
-    return MLPWeights(p.weight1, p.bias1, p.weight2)
+    return MLPWeights(p.weight1, p.bias1, p.weight2, p.bias2)
 
 
 def mlp_norm(p: MLPParams, spec: MLPSpec) -> Affine:
     return Affine(p.norm_weight, p.norm_bias, spec.norm)
 
 
-def mlp_columns(p: MLPParams) -> int:
+def mlp_columns(p: MLPParams, spec: MLPSpec) -> int:
     """Of the totals of the branch: "mlp_output", "mlp_hidden", "mlp_norm_weight", "mlp_norm_bias"."""
     hidden, channels = p.weight1.shape
-    return p.weight2.shape[0] + hidden + 2 * channels
+    return p.weight2.shape[0] + hidden + norm_columns(spec.norm, channels)
 
 
 def mlp_backward(
@@ -132,13 +145,16 @@ def mlp_backward(
 ) -> tuple[Tensor, MLPProducts]:
     """From normalised kept rows: their gradient, and the products for the weights. ``h`` is the hidden layer,
     recomputed unless given."""
-    weight1, bias1, weight2 = cast_weights
-    overwrite = h is None
+    weight1, bias1, weight2, _ = cast_weights
+    overwrite, post = h is None, PostNormGradients()
     if h is None:
         h = linear(n.y, weight1, bias1, None)
+    if spec.post_norm is not None:
+        affine = Affine(p.post_norm_weight, p.post_norm_bias, spec.post_norm)
+        dy, post = before_norm(dy, mlp_last(h, p, cast_weights._replace(bias2=p.bias2), spec), affine)
     dg, inner, dw, db = dy.dz @ weight2, None, None, None
     if spec.inner_norm is not None:
-        affine = p.inner_norm_weight, p.inner_norm_bias, spec.inner_norm
+        affine = Affine(p.inner_norm_weight, p.inner_norm_bias, spec.inner_norm)
         inner = norm_again(activation_named(spec.act).forward(h), *affine, h.dtype)
         dg, dw, db = norm_backward(dg, inner, *affine, needs.inner_norm_weight, needs.inner_norm_bias)
         dg = dg.to(h.dtype)
@@ -146,17 +162,17 @@ def mlp_backward(
     del h, dg  # the hidden layer is the widest: no more of it at once than needed
     product = weight_gradient(dy.dy, g if inner is None else inner.y, p.weight2, needs.weight2 or needs.scale)
     del g, inner
-    return dh @ weight1, MLPProducts(weight_gradient(dh, n.y, p.weight1, needs.weight1), product, dw, db)
+    return dh @ weight1, MLPProducts(weight_gradient(dh, n.y, p.weight1, needs.weight1), product, dw, db, post)
 
 
 def mlp_gradients(products: MLPProducts, totals: dict[str, Tensor], p: MLPParams, needs: Needs) -> MLPParams:
     """The parameters' gradients, before their precision and scale."""
-    last = last_layer_gradients(
-        products.last, totals["mlp_output"], p.weight2, p.bias2, p.scale, needs.weight2, needs.scale
-    )
+    post = products.post
+    total = totals["mlp_output"] if post.total is None else post.total
+    last = last_layer_gradients(products.last, total, p.weight2, p.bias2, p.scale, needs.weight2, needs.scale)
     return MLPParams(
-        norm_weight=totals["mlp_norm_weight"],
-        norm_bias=totals["mlp_norm_bias"],
+        norm_weight=totals.get("mlp_norm_weight"),
+        norm_bias=totals.get("mlp_norm_bias"),
         weight1=products.weight1,
         bias1=totals["mlp_hidden"],
         weight2=last.weight,
@@ -164,6 +180,8 @@ def mlp_gradients(products: MLPProducts, totals: dict[str, Tensor], p: MLPParams
         scale=last.scale,
         inner_norm_weight=products.inner_norm_weight,
         inner_norm_bias=products.inner_norm_bias,
+        post_norm_weight=post.weight,
+        post_norm_bias=post.bias,
     )
 
 
@@ -194,7 +212,8 @@ class _MLPBranch(torch.autograd.Function):
     def forward(ctx: Any, *flat: Any) -> Tensor:
         (x, rows, inverse, factor, spec, residual, options), p = split(flat, MLPInputs, MLPParams)
         device = device_of(x)
-        h = mlp_hidden(x, p, spec)
+        weights = MLPWeights(*device.cast(spec.dtype, *mlp_weights(p)))
+        h = mlp_hidden(x, p, weights, spec)
         saved = MLPSaved(
             x=device.save_rows(x, rows, saved_dtype(x, spec.dtype, options.recompute)),
             h=None if options.recompute else device.save_rows(h, rows),
@@ -205,7 +224,7 @@ class _MLPBranch(torch.autograd.Function):
         ctx.save_for_backward(*saved, *p)
         ctx.spec, ctx.residual, ctx.dtype = spec, residual, x.dtype
         ctx.options = options
-        y = mlp_output(h, p, spec)
+        y = mlp_output(h, p, weights, spec)
         if factor is not None:
             y = y * factor.view(-1, *[1] * (x.dim() - 1))
         return x + y if residual else y
@@ -217,10 +236,11 @@ class _MLPBranch(torch.autograd.Function):
         (x, h, rows, inverse, factor), p = split(ctx.saved_tensors, MLPSaved, MLPParams)
         _, needs = split(ctx.needs_input_grad, MLPInputs, MLPParams)
         spec, shape, dy = ctx.spec, dy.shape, R.flat(dy)
-        steps, affine = device_of(x).steps(x, mlp_columns(p)), mlp_norm(p, spec)
+        device, affine = device_of(x), mlp_norm(p, spec)
+        steps = device.steps(x, mlp_columns(p, spec))
 
         n = steps.normalise(R.flat(x), affine, spec.dtype, after=dy)
-        cast_weights = MLPWeights(*steps.cast(n.y.dtype, *mlp_weights(p)))
+        cast_weights = MLPWeights(*device.cast(n.y.dtype, *mlp_weights(p)[:3]))
         weight = ctx.options.row_weight
         kept_dy = steps.cotangent(dy, rows, factor, p.scale, shape[0], n.y.dtype, total="mlp_output", weight=weight)
         dn, products = mlp_backward(steps, kept_dy, n, h, cast_weights, p, spec, needs)

@@ -48,6 +48,8 @@ def mlp(x: Tensor, p: MLPParams, spec: MLPSpec) -> Tensor:
     if spec.inner_norm is not None:
         g = norm(g, p.inner_norm_weight, p.inner_norm_bias, spec.inner_norm)
     y = F.linear(g, p.weight2, p.bias2)
+    if spec.post_norm is not None:
+        return norm(y, p.post_norm_weight, p.post_norm_bias, spec.post_norm)
     return y if p.scale is None else y * p.scale
 
 
@@ -81,7 +83,7 @@ def attention(
         assert p.score_bias is not None
         kept_keys = rows if spec.rule.key_rows else None
         o = window_attention(q, k, v, p.score_bias, padding_of(p, spec), cut, spec.softmax_scale, kept_keys)
-        return project_heads(o, None, p, spec)
+        return project_heads(o, heads if spec.rule.heads else None, p, spec)
     m = q @ k.transpose(-2, -1) * spec.softmax_scale
     if spec.rule.key_rows and rows is not None:
         m, v = drop_qkv(m, v, mask(rows, x.shape[:2])[:, None])
@@ -96,13 +98,17 @@ def drop_qkv(m: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
 
 def project_heads(o: Tensor, heads: Tensor | None, p: AttentionParams, spec: AttentionSpec) -> Tensor:
     """``γ ∘ (Σ_h o_h W_h + b)``; outside ``heads`` the contribution of a head is a constant."""
+    if spec.inner_norm is not None:
+        whole = o.transpose(1, 2).flatten(2)
+        whole = norm(whole, p.inner_norm_weight, p.inner_norm_bias, spec.inner_norm)
+        o = whole.unflatten(2, (spec.heads, -1)).transpose(1, 2)
     weights = p.proj_weight.unflatten(1, (spec.heads, -1))
     scale = 1 if p.scale is None else p.scale
     y = o.new_zeros(()) if p.proj_bias is None else p.proj_bias * scale
     for h in range(spec.heads):
         part = F.linear(o[:, h], weights[:, h]) * scale
         y = y + (part if heads is None or bool((heads == h).any()) else part.detach())
-    return y
+    return y if spec.post_norm is None else norm(y, p.post_norm_weight, p.post_norm_bias, spec.post_norm)
 
 
 def attention_branch(

@@ -6,7 +6,7 @@ all, in order), ``dtype`` is the precision of matrix products. A step that leave
 bias or a norm, takes its name: ``total``.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,22 @@ class Cotangent(NamedTuple):
     dz: Tensor
 
 
+class PostNormGradients(NamedTuple):
+    """Of a norm behind a branch, and Σ of its input's, the gradient of the last layer's bias."""
+
+    weight: Grad = None
+    bias: Grad = None
+    total: Grad = None
+
+
+def before_norm(dy: Cotangent, z: Tensor, norm: Affine) -> tuple[Cotangent, PostNormGradients]:
+    """The cotangent of a branch's last layer, whose output is z, from that of a norm behind it."""
+    n = norm_again(z, *norm, None)
+    dz, dw, db = norm_backward(dy.dy, n, *norm, norm.weight is not None, norm.bias is not None)
+    half = cast(dz, dy.dy.dtype)
+    return Cotangent(half, half), PostNormGradients(dw, db, dz.sum(0))
+
+
 class Steps:
     """The steps of one backward pass over rows like x's, whose totals have so many ``columns`` together."""
 
@@ -38,12 +54,9 @@ class Steps:
         self._totals: dict[str, Tensor] = {}
 
     def totals(self) -> dict[str, Tensor]:
-        """The sums over rows that the steps have left, by name. A norm's are ``<name>_weight`` and ``<name>_bias``."""
+        """The sums over rows that the steps have left, by name. A norm's are ``<name>_weight`` and ``<name>_bias``; one
+        of kind "none" has none."""
         return self._totals
-
-    def cast(self, dtype: torch.dtype, *tensors: Grad) -> list[Any]:
-        """The tensors in the given precision."""
-        return [t if t is None or t.dtype == dtype else t.to(dtype) for t in tensors]
 
     def cotangent(
         self,
@@ -78,15 +91,19 @@ class Steps:
         scale: Grad = None,
         factor: Grad = None,
         samples: int = 1,
+        kept: R.Rows = None,
+        inverse: Grad = None,
     ) -> Normed:
-        """The norm of ``x[rows] + factor · scale ∘ branch``, with what its backward needs; computed after ``after``."""
+        """The norm of ``x[rows] + factor · scale ∘ branch``, with what its backward needs; computed after ``after``.
+        ``y_kept`` are its rows ``kept``, whose ``inverse`` may be at hand."""
         x = R.take(R.after(after, x), rows)
         if branch is None:
-            return norm_again(x, *norm, dtype)
+            n = norm_again(x, *norm, dtype)
+            return n._replace(y_kept=R.take(n.y, kept))
         wide = x if norm.weight is None else x.to(norm.weight.dtype)
         wide = wide + R.per_sample(branch if scale is None else branch * scale, factor)
-        normed = norm_again(wide, *norm, dtype)
-        return normed._replace(x=wide.to(x.dtype))
+        n = norm_again(wide, *norm, dtype)
+        return n._replace(x=wide.to(x.dtype), y_kept=R.take(n.y, kept))
 
     def activation(self, h: Tensor, dg: Tensor, name: str, overwrite: bool, *, total: str) -> tuple[Tensor, Tensor]:
         """For ``g = act(h)``: g and dh. dg may be overwritten, and h too if that is said. Total: Σ dh."""
@@ -95,11 +112,11 @@ class Steps:
         self._totals[total] = dh.sum(0)
         return g, dh
 
-    def stack(self, *parts: Tensor, total: str) -> Tensor:
-        """The columns of several matrices side by side. Total: Σ of them, behind what a stack of that name has left."""
-        stacked = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-        found, before = stacked.sum(0), self._totals.get(total)
-        self._totals[total] = found if before is None else torch.cat([before, found])
+    def stack(self, *parts: Tensor, apart: Grad = None, total: str) -> Tensor:
+        """The columns of several matrices side by side. Total: Σ of them, behind that of one that stays ``apart``."""
+        stacked = torch.cat(parts, 1)
+        found = stacked.sum(0)
+        self._totals[total] = found if apart is None else torch.cat([apart.sum(0), found])
         return stacked
 
     def norm_backward_middle(
@@ -166,6 +183,8 @@ class Steps:
         return out.index_copy(0, rows, kept.to(dtype)) + dx.to(dtype)
 
     def _norm_backward(self, dn: Tensor, n: Normed, norm: Affine, total: str) -> Tensor:
+        if norm.static.kind == "none":
+            return dn
         dx, dw, db = norm_backward(dn, n, *norm, norm.weight is not None, norm.bias is not None)
         nothing = dx.new_zeros(dx.shape[1])
         self._totals[f"{total}_weight"] = nothing if dw is None else dw

@@ -37,6 +37,20 @@ class Cut(NamedTuple):
 NO_WINDOWS = Cut()
 
 
+def all_slots(cut: Cut) -> Cut:
+    """The same where all slots are kept."""
+    return Cut(cut.places, cut.regions)
+
+
+def one_window(n: int, rows: Grad, samples: int, shared: bool, device: torch.device) -> Cut:
+    """All n rows of every sample in one window; ``shared``: all samples keep the same of them, those of ``rows``."""
+    places = torch.arange(n, device=device).unsqueeze(0)
+    if rows is None:
+        return Cut(places)
+    slots = rows.view(samples, 1, -1)[: 1 if shared else samples] % n
+    return Cut(places, None, slots, places[:, : slots.shape[2]])
+
+
 class Padding(NamedTuple):
     """The key and the value of every slot of padding; or their gradients."""
 

@@ -14,6 +14,8 @@ import triton.language as tl
 from .window_attention import MASKED
 
 ACROSS = tl.constexpr(MASKED)
+COUNTS = ["n", "rows", "columns", "heads", "windows", "batch", "samples"]
+"""what differs between the stages of a model: no address is aligned by it, and a kernel is compiled once for all"""
 
 
 @triton.jit
@@ -49,25 +51,24 @@ def load_keys(x, padding, first, place, distance, seen, is_row, head, d, D: tl.c
 
 
 @triton.jit
-def store_rows(x, first, place, is_row, head, d, value, HEADS: tl.constexpr, D: tl.constexpr):
-    at = x + first * (HEADS * D) + head * D
+def store_rows(x, first, place, is_row, head, d, value, heads, D: tl.constexpr):
+    at = x + first * (heads * D) + head * D
     here = is_row[:, None] & (d < D)[None, :]
-    tl.store(at + place[:, None] * (HEADS * D) + d[None, :], value.to(x.dtype.element_ty), here)
+    tl.store(at + place[:, None] * (heads * D) + d[None, :], value.to(x.dtype.element_ty), here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def window_forward(
-    q, k, v, bias, pad_k, pad_v, table, regions, o, lse, q_row, k_row, v_row, n, batch, samples, scale,
-    WINDOWS: tl.constexpr, AREA: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
-    HAS_REGIONS: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+    q, k, v, bias, pad_k, pad_v, table, regions, o, lse, q_row, k_row, v_row, n, heads, windows, batch, samples, scale,
+    AREA: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, HAS_REGIONS: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Program (some samples, window, tile of queries, head), the heads of a window side by side."""
     tiles: tl.constexpr = (AREA + QUERIES - 1) // QUERIES
-    head = tl.program_id(0) % HEADS
-    tile = tl.program_id(0) // HEADS % tiles
-    w = tl.program_id(0) // (HEADS * tiles) % WINDOWS
-    begin = tl.program_id(0) // (HEADS * tiles * WINDOWS) * samples
+    head = tl.program_id(0) % heads
+    tile = tl.program_id(0) // heads % tiles
+    w = tl.program_id(0) // (heads * tiles) % windows
+    begin = tl.program_id(0) // (heads * tiles * windows) * samples
     d = tl.arange(0, WIDTH)
     i = tile * QUERIES + tl.arange(0, QUERIES)
     j = tl.arange(0, KEYS)
@@ -100,31 +101,31 @@ def window_forward(
             total = total * shrink + tl.sum(p, 1)
             out = out * shrink[:, None] + tl.dot(p.to(tv.dtype), tv, input_precision=PRECISION)
             highest = higher
-        store_rows(o, first, place_q, asks, head, d, out / total[:, None], HEADS, D)
-        tl.store(lse + (first + place_q) * HEADS + head, highest + tl.log(total), asks)
+        store_rows(o, first, place_q, asks, head, d, out / total[:, None], heads, D)
+        tl.store(lse + (first + place_q) * heads + head, highest + tl.log(total), asks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def window_backward(
     do, q, k, v, o, lse, bias, pad_k, pad_v, table_q, table_k, slots, regions, dq, dk, dv, d_pad_k, d_pad_v, d_bias,
-    do_row, q_row, k_row, v_row, o_row, rows, columns, batch, samples, scale,
-    WINDOWS: tl.constexpr, AREA: tl.constexpr, COUNT_Q: tl.constexpr, COUNT_K: tl.constexpr, HEADS: tl.constexpr,
-    D: tl.constexpr, PADDED: tl.constexpr, HAS_REGIONS: tl.constexpr, KEPT_Q: tl.constexpr, KEPT_K: tl.constexpr,
+    do_row, q_row, k_row, v_row, o_row, rows, columns, heads, windows, batch, samples, scale,
+    AREA: tl.constexpr, COUNT_Q: tl.constexpr, COUNT_K: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
+    HAS_REGIONS: tl.constexpr, KEPT_Q: tl.constexpr, KEPT_K: tl.constexpr,
     SHARED: tl.constexpr, NEEDS_BIAS: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """dK and dV; if a window is one tile, dQ and the bias's gradient too, summed over the samples before it is added to
     the others'. Program (some samples, or one where they keep other rows, window, tile of keys, head)."""
     tiles: tl.constexpr = (COUNT_K + KEYS - 1) // KEYS
-    head = tl.program_id(0) % HEADS
-    tile = tl.program_id(0) // HEADS % tiles
-    w = tl.program_id(0) // (HEADS * tiles) % WINDOWS
-    begin = tl.program_id(0) // (HEADS * tiles * WINDOWS) * samples
+    head = tl.program_id(0) % heads
+    tile = tl.program_id(0) // heads % tiles
+    w = tl.program_id(0) // (heads * tiles) % windows
+    begin = tl.program_id(0) // (heads * tiles * windows) * samples
     of = 0 if SHARED else begin
     d = tl.arange(0, WIDTH)
     i = tl.arange(0, QUERIES)
     j = tile * KEYS + tl.arange(0, KEYS)
-    of_q, of_k = (of * WINDOWS + w) * COUNT_Q, (of * WINDOWS + w) * COUNT_K
+    of_q, of_k = (of * windows + w) * COUNT_Q, (of * windows + w) * COUNT_K
     place_q = tl.load(table_q + w * COUNT_Q + i, i < COUNT_Q, rows).to(tl.int32)
     place_k = tl.load(table_k + w * COUNT_K + j, j < COUNT_K, columns).to(tl.int32)
     slot_q = tl.load(slots + of_q + i, i < COUNT_Q, 0).to(tl.int32) if KEPT_Q else i
@@ -153,7 +154,7 @@ def window_backward(
             tdo = load_rows(do, first, place_q, do_row, asks, head, d, D)
             to = load_rows(o, first, place_q, o_row, asks, head, d, D)
             delta = tl.sum(tdo.to(tl.float32) * to.to(tl.float32), 1)
-            log_total = tl.load(lse + (first + place_q) * HEADS + head, asks, 0.0)
+            log_total = tl.load(lse + (first + place_q) * heads + head, asks, 0.0)
             s = tl.dot(tq, tl.trans(tk), input_precision=PRECISION) * scale + extra
             p = tl.exp(s - log_total[:, None])
             tdv += tl.dot(tl.trans(p.to(tdo.dtype)), tdo, input_precision=PRECISION)
@@ -162,40 +163,40 @@ def window_backward(
             tdk += tl.dot(tl.trans(half), tq, input_precision=PRECISION)
             if WHOLE:
                 tdq = tl.dot(half, tk, input_precision=PRECISION) * scale
-                store_rows(dq, first, place_q, asks, head, d, tdq, HEADS, D)
+                store_rows(dq, first, place_q, asks, head, d, tdq, heads, D)
                 if NEEDS_BIAS:
                     d_scores += ds
         tdk *= scale
-        store_rows(dk, first_k, place_k, is_row, head, d, tdk, HEADS, D)
-        store_rows(dv, first_k, place_k, is_row, head, d, tdv, HEADS, D)
+        store_rows(dk, first_k, place_k, is_row, head, d, tdk, heads, D)
+        store_rows(dv, first_k, place_k, is_row, head, d, tdv, heads, D)
         if PADDED:
-            beyond = tl.full([], 0, tl.int64) + sample * (WINDOWS * AREA - columns)
-            store_rows(d_pad_k, beyond, place_k - columns, seen & (is_row == 0), head, d, tdk, HEADS, D)
-            store_rows(d_pad_v, beyond, place_k - columns, seen & (is_row == 0), head, d, tdv, HEADS, D)
+            beyond = tl.full([], 0, tl.int64) + sample * (windows * AREA - columns)
+            store_rows(d_pad_k, beyond, place_k - columns, seen & (is_row == 0), head, d, tdk, heads, D)
+            store_rows(d_pad_v, beyond, place_k - columns, seen & (is_row == 0), head, d, tdv, heads, D)
     if WHOLE and NEEDS_BIAS:
         at = d_bias + head * AREA * AREA + slot_q[:, None] * AREA + slot_k[None, :]
         tl.atomic_add(at, d_scores, asks[:, None] & seen[None, :], sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def window_backward_queries(
     do, q, k, v, o, lse, bias, pad_k, pad_v, table_q, table_k, slots, regions, dq, d_bias,
-    do_row, q_row, k_row, v_row, o_row, rows, columns, scale,
-    WINDOWS: tl.constexpr, AREA: tl.constexpr, COUNT_Q: tl.constexpr, COUNT_K: tl.constexpr, HEADS: tl.constexpr,
-    D: tl.constexpr, PADDED: tl.constexpr, HAS_REGIONS: tl.constexpr, KEPT_Q: tl.constexpr, KEPT_K: tl.constexpr,
+    do_row, q_row, k_row, v_row, o_row, rows, columns, heads, windows, scale,
+    AREA: tl.constexpr, COUNT_Q: tl.constexpr, COUNT_K: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
+    HAS_REGIONS: tl.constexpr, KEPT_Q: tl.constexpr, KEPT_K: tl.constexpr,
     SHARED: tl.constexpr, NEEDS_BIAS: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """dQ and the bias's gradient, where a window has several tiles. Program (sample, window, tile of queries, head)."""
     tiles: tl.constexpr = (COUNT_Q + QUERIES - 1) // QUERIES
-    head = tl.program_id(0) % HEADS
-    tile = tl.program_id(0) // HEADS % tiles
-    w = tl.program_id(0) // (HEADS * tiles) % WINDOWS
-    sample = tl.program_id(0) // (HEADS * tiles * WINDOWS)
+    head = tl.program_id(0) % heads
+    tile = tl.program_id(0) // heads % tiles
+    w = tl.program_id(0) // (heads * tiles) % windows
+    sample = tl.program_id(0) // (heads * tiles * windows)
     of = 0 if SHARED else sample
     d = tl.arange(0, WIDTH)
     i = tile * QUERIES + tl.arange(0, QUERIES)
-    of_q, of_k = (of * WINDOWS + w) * COUNT_Q, (of * WINDOWS + w) * COUNT_K
+    of_q, of_k = (of * windows + w) * COUNT_Q, (of * windows + w) * COUNT_K
     place_q = tl.load(table_q + w * COUNT_Q + i, i < COUNT_Q, rows).to(tl.int32)
     slot_q = tl.load(slots + of_q + i, i < COUNT_Q, 0).to(tl.int32) if KEPT_Q else i
     asks = place_q < rows
@@ -205,7 +206,7 @@ def window_backward_queries(
     tdo = load_rows(do, first, place_q, do_row, asks, head, d, D)
     to = load_rows(o, first, place_q, o_row, asks, head, d, D)
     delta = tl.sum(tdo.to(tl.float32) * to.to(tl.float32), 1)
-    log_total = tl.load(lse + (first + place_q) * HEADS + head, asks, 0.0)
+    log_total = tl.load(lse + (first + place_q) * heads + head, asks, 0.0)
     tdq = tl.zeros([QUERIES, WIDTH], tl.float32)
     for start in range(0, COUNT_K, KEYS):
         j = start + tl.arange(0, KEYS)
@@ -223,4 +224,4 @@ def window_backward_queries(
         if NEEDS_BIAS:
             at = d_bias + head * AREA * AREA + slot_q[:, None] * AREA + slot_k[None, :]
             tl.atomic_add(at, ds, asks[:, None] & seen[None, :], sem="relaxed")
-    store_rows(dq, first, place_q, asks, head, d, tdq * scale, HEADS, D)
+    store_rows(dq, first, place_q, asks, head, d, tdq * scale, heads, D)

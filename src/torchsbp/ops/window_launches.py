@@ -35,9 +35,10 @@ class KernelWindowAttention(WindowAttention):
             "window_forward", -(-batch // samples) * windows * heads * -(-area // tile(area)),
             q=q, k=k, v=v, bias=bias.contiguous(), **padding_arguments(padding),
             table=cut.places, regions=cut.regions, o=o, lse=lse,
-            q_row=q.stride(2), k_row=k.stride(2), v_row=v.stride(2), n=n, batch=batch, samples=samples, scale=scale,
-            WINDOWS=windows, AREA=area, HEADS=heads, D=width, HAS_REGIONS=cut.regions is not None, WHOLE=whole,
-            PRECISION=precision(q), QUERIES=tile(area), KEYS=tile(area), WIDTH=power(width),
+            q_row=q.stride(2), k_row=k.stride(2), v_row=v.stride(2), n=n,
+            heads=heads, windows=windows, batch=batch, samples=samples, scale=scale, AREA=area, D=width,
+            HAS_REGIONS=cut.regions is not None, WHOLE=whole, PRECISION=precision(q),
+            QUERIES=tile(area), KEYS=tile(area), WIDTH=power(width),
         )  # fmt: skip
         return o.transpose(1, 2), lse.transpose(1, 2)
 
@@ -71,8 +72,8 @@ class KernelWindowAttention(WindowAttention):
             table_q=cut.places if cut.kept is None else cut.kept, table_k=cut.kept if kept_keys else cut.places,
             slots=cut.slots, regions=cut.regions, dq=dq, d_bias=d_bias,
             do_row=do.stride(2), q_row=q.stride(2), k_row=k.stride(2), v_row=v.stride(2), o_row=o.stride(2),
-            rows=rows, columns=columns, scale=scale,
-            WINDOWS=windows, AREA=area, COUNT_Q=count_q, COUNT_K=count_k, HEADS=heads, D=width,
+            rows=rows, columns=columns, heads=heads, windows=windows, scale=scale,
+            AREA=area, COUNT_Q=count_q, COUNT_K=count_k, D=width,
             HAS_REGIONS=cut.regions is not None, KEPT_Q=cut.slots is not None, KEPT_K=kept_keys,
             SHARED=shared, NEEDS_BIAS=needs_bias, PRECISION=precision(q),
             QUERIES=tile(count_q), KEYS=tile(count_k), WIDTH=power(width),

@@ -11,15 +11,17 @@ from torch import Tensor, nn
 from ..adapters import lean as L
 from ..adapters import lora
 from ..adapters.names import find
+from ..errors import UsageError
 from ..ops.activations import GATED, activation_of
 from ..ops.attention import attention_branch
 from ..ops.block import transformer_block
 from ..ops.downsample import DownsampleParams, DownsampleSpec, downsample
 from ..ops.gate import gate
 from ..ops.heads import AttentionParams, AttentionSpec
-from ..ops.layers import BackwardOptions, autocast_dtype
+from ..ops.layers import COSINE, NO_NORM, BackwardOptions, autocast_dtype
 from ..ops.mlp import MLPParams, MLPSpec, mlp_branch
 from ..ops.rules import Rule
+from ..ops.window_attention import NO_WINDOWS, Cut, one_window
 from ..sampling.masks import Kept
 from .sampled import SampledBlock, Sampling, runs
 from .site import Strategy, original, refuse
@@ -40,7 +42,8 @@ class TransformerBlock(SampledBlock):
     def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return self.block(x, self.parts(module, x))
 
-    def block(self, x: Tensor, parts: BlockParts) -> Tensor:
+    def block(self, x: Tensor, parts: BlockParts, cut: Cut = NO_WINDOWS) -> Tensor:
+        """The op on ``x [B, N, C]``, its attention in windows where there are such."""
         attention, attention_spec, mlp, mlp_spec, factors = parts
         batch, positions = x.shape[:2]
         kept = self.sampling.kept(batch, positions)
@@ -48,9 +51,11 @@ class TransformerBlock(SampledBlock):
         if not attention_spec.rule.heads:
             return transformer_block(
                 x, kept.rows, attention, attention_spec, mlp, mlp_spec,
-                inverse=kept.inverse, factors=factors, options=options,
+                inverse=kept.inverse, factors=factors, options=options, cut=cut,
             )  # fmt: skip
-        x = attention_branch(x, None, attention, attention_spec, heads=kept.heads, factor=factors[0], options=options)
+        x = attention_branch(
+            x, None, attention, attention_spec, heads=kept.heads, factor=factors[0], options=options, cut=cut
+        )
         return mlp_branch(x, kept.rows, mlp, mlp_spec, inverse=kept.inverse, factor=factors[1], options=options)
 
     def parts(self, module: nn.Module, x: Tensor) -> BlockParts:
@@ -58,10 +63,10 @@ class TransformerBlock(SampledBlock):
         names: L.TransformerBlock = self.description
         attention, attention_spec = attention_of(module, names, self.sampling.rule)
         mlp, mlp_spec = mlp_of(module, names.norm2, names)
-        mlp = mlp._replace(scale=find(module, names.scale2))
+        mlp, post = mlp._replace(scale=scale_of(module, names.scale2)), bool(names.post_norm1)
         factors = (
-            drop_factor(find(module, names.drop1), x, attention.scale),
-            drop_factor(find(module, names.drop2), x, mlp.scale),
+            drop_factor(find(module, names.drop1), x, attention.post_norm_weight if post else attention.scale),
+            drop_factor(find(module, names.drop2), x, mlp.post_norm_weight if post else mlp.scale),
         )
         return BlockParts(attention, attention_spec, mlp, mlp_spec, factors)
 
@@ -82,6 +87,37 @@ class RotaryBlock(TransformerBlock):
                 attention=attention, attention_spec=parts.attention_spec._replace(rotate_half=bool(half))
             )
         return self.block(x, parts)
+
+
+@runs(L.BiasedBlock)
+class BiasedBlock(TransformerBlock):
+    takes_arguments = True
+
+    def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        names: L.BiasedBlock = self.description
+        given = {name: kwargs.pop(name) for name in names.arguments if name in kwargs}
+        self.refuse_arguments(module, args, kwargs)
+        # Before stochastic depth is drawn: the bias may be random, and the block's own forward has this order.
+        bias, parts = names.score_bias(module, x.shape[1], **given), self.parts(module, x)
+        if bias is None:
+            return self.block(x, parts)
+        self.check_bias(module, bias, parts.attention_spec.heads, x.shape[1])
+        parts = parts._replace(attention=parts.attention._replace(score_bias=bias.flatten(0, -3)))
+        return self.block(x, parts, self.one_window(x))
+
+    def check_bias(self, module: nn.Module, bias: Tensor, heads: int, n: int) -> None:
+        if tuple(bias.shape) not in ((heads, n, n), (1, heads, n, n)) or not bias.is_floating_point():
+            raise UsageError(
+                f"{type(module).__name__} was called with a mask: {bias.dtype} {tuple(bias.shape)} is added to its "
+                f"scores. SBP supports what is the same for all samples, {(1, heads, n, n)}. Call without a mask, or "
+                "torchsbp.remove(model) to train with it."
+            )
+
+    def one_window(self, x: Tensor) -> Cut:
+        """Of all positions: that is where attention has a bias."""
+        batch, positions = x.shape[:2]
+        rows, shared = self.sampling.kept(batch, positions).rows, not self.sampling.masks.per_sample
+        return one_window(positions, rows, batch, shared, x.device)
 
 
 def rope_of(given: Any, n: int) -> Tensor:
@@ -199,19 +235,38 @@ def matrix(block: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
 
 
 def attention_of(block: nn.Module, parts: L.TransformerBlock, rule: Rule) -> tuple[AttentionParams, AttentionSpec]:
-    norm, scale = find(block, parts.norm1), find(block, parts.scale1)
+    norm, scale, post_norm = find(block, parts.norm1), scale_of(block, parts.scale1), find(block, parts.post_norm1)
     q_norm, k_norm = find(block, parts.q_norm), find(block, parts.k_norm)
-    (weight, bias), proj = projection_of(block, parts.qkv), matrix(block, parts.proj)
-    biases = [b for b in (find(block, name) for name in parts.qkv_bias) if b is not None]
-    bias = torch.cat(biases) if biases else bias
-    params = AttentionParams(*affine(norm), weight, bias, *affine(q_norm), *affine(k_norm), *proj, scale)
-    static = L.norm_of(norm)
-    assert static is not None
+    qkv, inner_norm, proj = qkv_of(block, parts), find(block, parts.attention_norm), matrix(block, parts.proj)
+    norms = *affine(inner_norm), *affine(post_norm)
+    params = AttentionParams(*affine(norm), *qkv, *affine(q_norm), *affine(k_norm), *proj, scale, *norms)
     heads, softmax_scale = find(block, parts.heads), find(block, parts.softmax_scale)
     if softmax_scale is None:
         softmax_scale = (params.qkv_weight.shape[0] // (3 * heads)) ** -0.5
     fused = L.FUSED[find(block, parts.fused)]
-    return params, AttentionSpec(heads, softmax_scale, static, L.norm_of(q_norm), fused, rule)
+    spec = AttentionSpec(heads, softmax_scale, L.norm_of(norm) or NO_NORM, L.norm_of(q_norm), fused, rule)
+    spec = spec._replace(inner_norm=L.norm_of(inner_norm), post_norm=L.norm_of(post_norm))
+    if not parts.logit_scale:
+        return params, spec
+    factor = L.cosine_factor(find(block, parts.logit_scale))
+    return params._replace(q_norm_weight=factor), spec._replace(softmax_scale=1.0, qk_norm=COSINE)
+
+
+def scale_of(block: nn.Module, name: str) -> Tensor | None:
+    """Layer scale; a block that has none may have a 1 in its place."""
+    found = find(block, name)
+    return found if isinstance(found, Tensor) else None
+
+
+def qkv_of(block: nn.Module, parts: L.TransformerBlock) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of the projection to queries, keys and values."""
+    weight, bias = projection_of(block, parts.qkv)
+    biases = [b for b in (find(block, name) for name in parts.qkv_bias) if b is not None]
+    bias = torch.cat(biases) if biases else bias
+    if bias is None or parts.key_bias:
+        return weight, bias
+    q, k, v = bias.chunk(3)
+    return weight, torch.cat([q, torch.zeros_like(k), v])
 
 
 def projection_of(block: nn.Module, name: str | tuple[str, ...]) -> tuple[Any, Any]:
@@ -223,14 +278,15 @@ def projection_of(block: nn.Module, name: str | tuple[str, ...]) -> tuple[Any, A
 
 
 def mlp_of(block: nn.Module, norm_name: str, parts: Any) -> tuple[MLPParams, MLPSpec]:
-    norm = find(block, norm_name)
-    static = L.norm_of(norm)
-    assert static is not None
+    norm, post_norm = find(block, norm_name), find(block, getattr(parts, "post_norm2", ""))
     fc1, fc2, act = projection_of(block, parts.fc1), matrix(block, parts.fc2), activation_of(find(block, parts.act))
     assert act is not None
     act = GATED + act if getattr(parts, "gated", False) else act
     inner = find(block, getattr(parts, "inner_norm", ""))
-    return MLPParams(*affine(norm), *fc1, *fc2, None, *affine(inner)), MLPSpec(static, act, None, L.norm_of(inner))
+    return (
+        MLPParams(*affine(norm), *fc1, *fc2, None, *affine(inner), *affine(post_norm)),
+        MLPSpec(L.norm_of(norm) or NO_NORM, act, None, L.norm_of(inner), L.norm_of(post_norm)),
+    )
 
 
 def drop_factor(drop_path: nn.Module | None, x: Tensor, scale: Tensor | None) -> Tensor | None:

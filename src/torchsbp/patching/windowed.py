@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from ..adapters import windowed as A
 from ..adapters.names import find
 from ..ops import rows as R
-from ..ops.block import transformer_block
 from ..ops.windows import Windows, cut, cut_kept, join_kept, kept_scores
 from ..sampling.windows import Grid, cut_all
-from .lean import TransformerBlock
+from .lean import TransformerBlock, through
 from .replay import Inside, Replay, Residual
 from .sampled import runs
 from .site import Site, original
@@ -26,18 +25,16 @@ class WindowBlock(TransformerBlock):
 
     def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         parts: A.WindowBlock = self.description
-        batch, n = x.shape[0], R.count(x)
-        kept, grid = self.sampling.kept(batch, n), grid_of(x, *args, **kwargs)
+        kept, grid = self.sampling.kept(x.shape[0], R.count(x)), grid_of(x, *args, **kwargs)
         if kept.windows is not None:
             parts.check_call(module, grid, kwargs)
         partition = parts.partition(module, grid, bool(kwargs.get(parts.fixed)))
         cut = cut_all(partition, x.device) if kept.windows is None else kept.windows.cut
-        attention, attention_spec, mlp, mlp_spec, factors = self.parts(module, x)
+        # Before stochastic depth is drawn: it may be random, and the block's own forward has this order.
         bias = parts.score_bias(find(module, parts.attention), partition.window).flatten(0, -3)
-        y = transformer_block(
-            x.flatten(1, -2), kept.rows, attention._replace(score_bias=bias), attention_spec, mlp, mlp_spec,
-            inverse=kept.inverse, factors=factors, options=self.sampling.options(kept.rows, batch, n), cut=cut,
-        ).view(x.shape)  # fmt: skip
+        block = self.parts(module, x)
+        block = block._replace(attention=block.attention._replace(score_bias=bias))
+        y = through(module, parts.last, self.block(x.flatten(1, -2), block, cut).view(x.shape))
         return (y, None) if parts.pair else y
 
 

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError, UsageTimeError
+from ..ops.constants import constant, range_of
 from ..ops.device import device_of
 from ..ops.windows import Windows
 from . import area, samplers, windows
 from .area import Images
+from .captures import Captures
 from .windows import Grid, Partition
 
 
@@ -98,6 +100,7 @@ class Masks:
         self.images: Images | None = None  # of the next forward
         self.pending: Forward | None = None  # masks are not drawn yet
         self.drawn: Drawn | None = None  # in the last forward
+        self.captures = Captures()
         self.calls: deque[Call] = deque(maxlen=256)  # of one model before a backward: Siamese use, many crops
 
     def begin(self, batch: int, grid: Grid, step: Tensor) -> None:
@@ -134,9 +137,22 @@ class Masks:
                 "keep_ratio is a schedule over training: call torchsbp.set_step(model, step) before each step"
             )
         self.drawn = None  # an error below leaves no rows of another grid behind
-        self.drawn = self._draw(self.pending)
+        self.drawn = self._replayed(self.pending)
         self.pending.step.add_(1)
         self.pending = None
+
+    def _replayed(self, forward: Forward) -> Drawn:
+        """Drawn; by a graph where the sampler is ours."""
+        if callable(self.sampler) or torch.compiler.is_compiling():
+            return self._draw(forward)
+        images = forward.images
+        depends = forward.batch, forward.grids, forward.ratios, None if images is None else images.padded
+
+        def draw(sizes: Tensor | None) -> Drawn:
+            its = None if images is None or sizes is None else images._replace(sizes=sizes)
+            return self._draw(forward._replace(images=its))
+
+        return self.captures.drawn(draw, None if images is None else images.sizes, forward.step, depends)
 
     def _draw(self, forward: Forward) -> Drawn:
         assert forward.ratios is not None
@@ -192,17 +208,16 @@ class Masks:
         if partition is not None:  # windows keep a few positions more or less than the order says: not always the same
             order = samplers.shuffle(order, tuple(counts.values()), key)
         if forward.images is not None:
-            order = area.images_first(order, area.inside(forward.images, fine))
+            order = area.images_first(order, area.outside(forward.images, fine))
         if partition is None:
             positions = samplers.first(order, counts[ratio])
         else:
             positions, cut = windows.first_in_each(order, partition, ratio)
-        positions = self.prefix + positions
         if self.prefix:
-            always = torch.arange(self.prefix, device=order.device).expand(positions.shape[0], -1)
-            positions = torch.cat([always, positions], 1)
+            always = range_of(self.prefix, order.device).expand(positions.shape[0], -1)
+            positions = torch.cat([always, self.prefix + positions], 1)
         n = self.positions(fine)
-        first = torch.arange(forward.batch, device=order.device)[:, None] * n
+        first = _first_rows(forward.batch, n, order.device)
         each = [(first + its).flatten() for its in positions.chunk(sites)]
         return [Kept(rows, device_of(rows).inverse(rows, forward.batch * n), None, cut) for rows in each]
 
@@ -253,6 +268,12 @@ class Masks:
         if rows is None:
             return torch.arange(n, device=device).repeat(batch, 1)
         return (rows.view(batch, -1) % n).sort(dim=1).values  # rows of windows come window after window
+
+
+@constant
+def _first_rows(samples: int, n: int, device: torch.device) -> Tensor:
+    """Of samples of n rows each, ``[samples, 1]``."""
+    return torch.arange(samples, device=device)[:, None] * n
 
 
 def _rank() -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError, UsageTypeError, shown
+from ..ops.constants import constant, range_of
 from ..ops.wrap import looks
 
 Shape = tuple[int, ...]
@@ -45,19 +46,29 @@ def _fold(key: Any, value: Any) -> Any:
 
     Of tensors, or of numbers: what is known beforehand needs no kernels.
     """
-    return _mix(key ^ _mix((value + _signed(0x9E3779B9)) & _MASK))
+    return _mix(key ^ _hash(value))
+
+
+def _hash(value: Any) -> Any:
+    return _mix((value + _signed(0x9E3779B9)) & _MASK)
+
+
+@constant
+def _hashes(n: int, device: torch.device) -> Tensor:
+    """Of the positions, ``[n]``."""
+    return _hash(torch.arange(n, device=device))
 
 
 def draw_key(seed: int, step: Tensor, rank: int, samples: int) -> Tensor:
     """Independent 32-bit keys [samples], one per mask to draw; `step` is a 0-d int64 tensor."""
     key: Tensor = _fold(_fold(_fold(0, seed & _MASK), rank), step)
-    return _fold(key, torch.arange(samples, device=step.device))
+    return _mix(key ^ _hashes(samples, step.device))
 
 
 def more_keys(key: Tensor, group: int, count: int) -> Tensor:
     """So many times as many keys, one set after the other, independent of each other and of those of other groups."""
     key = _fold(key, torch.full_like(key, group))
-    return _fold(key[None], torch.arange(count, device=key.device)[:, None]).flatten()
+    return _mix(key[None] ^ _hashes(count, key.device)[:, None]).flatten()
 
 
 def enlarge(order: Tensor, coarse: Shape, fine: Shape) -> Tensor:
@@ -73,15 +84,26 @@ def enlarge(order: Tensor, coarse: Shape, fine: Shape) -> Tensor:
             f"cannot enlarge a mask from grid {coarse} to grid {fine}: "
             "no dimension may shrink or be added; draw the mask on the smallest grid"
         )
-    cell = torch.zeros((), dtype=torch.int64, device=order.device)
-    for h, H in zip(coarse, fine, strict=True):
-        steps = torch.arange(H, device=order.device) // (H // h)
-        cell = cell.unsqueeze(-1) * h + steps.clamp(max=h - 1)
-    if all(H % h == 0 for h, H in zip(coarse, fine, strict=True)):  # cells of one size, listed one after the other
-        inside = cell.flatten().argsort(stable=True).view(math.prod(coarse), -1)
-        return inside[order].flatten(1)
+    if all(H % h == 0 for h, H in zip(coarse, fine, strict=True)):
+        return _positions_of_cells(coarse, fine, order.device)[order].flatten(1)
     rank = order.argsort(dim=1)  # the inverse permutation: cell -> its place in the order
-    return rank[:, cell.flatten()].argsort(dim=1, stable=True)
+    return rank[:, _cells(coarse, fine, order.device)].argsort(dim=1, stable=True)
+
+
+@constant
+def _cells(coarse: Shape, fine: Shape, device: torch.device) -> Tensor:
+    """The cell of every position, ``[n]``."""
+    cell = torch.zeros((), dtype=torch.int64, device=device)
+    for h, H in zip(coarse, fine, strict=True):
+        steps = torch.arange(H, device=device) // (H // h)
+        cell = cell.unsqueeze(-1) * h + steps.clamp(max=h - 1)
+    return cell.flatten()
+
+
+@constant
+def _positions_of_cells(coarse: Shape, fine: Shape, device: torch.device) -> Tensor:
+    """Those of every cell, ``[cells, Πf]``, where all have the same size."""
+    return _cells(coarse, fine, device).argsort(stable=True).view(math.prod(coarse), -1)
 
 
 def enlarged_count(k: int, coarse: Shape, fine: Shape) -> int:
@@ -92,8 +114,17 @@ def enlarged_count(k: int, coarse: Shape, fine: Shape) -> int:
 def shuffle(order: Tensor, counts: Sequence[int], key: Tensor) -> Tensor:
     """The order at random between these counts: for each k of them, the first k positions stay the same."""
     n = order.shape[1]
-    stretch = sum((torch.arange(n, device=order.device) >= k).long() for k in counts)
-    return order.gather(1, ((stretch << 32) + _fold(key[:, None], order)).argsort(dim=1))
+    at_random = _mix(key[:, None] ^ _hashes(n, order.device)[order])
+    return order.gather(1, (_stretches(n, tuple(counts), order.device) + at_random).argsort(dim=1))
+
+
+@constant
+def _stretches(n: int, counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """In the upper 32 bits, how many of the counts lie before a place in an order, ``[n]``."""
+    found = torch.zeros(n, dtype=torch.int64, device=device)
+    for k in set(counts):
+        found += torch.arange(n, device=device) >= k
+    return found << 32
 
 
 def balanced(order: Tensor, counts: Sequence[int], samples: int) -> Tensor:
@@ -104,8 +135,8 @@ def balanced(order: Tensor, counts: Sequence[int], samples: int) -> Tensor:
     """
     n = order.shape[1]
     g = math.gcd(n, *counts)
-    start = torch.arange(samples, device=order.device) * (n // g) // samples * g
-    return order[:, (start[:, None] + torch.arange(n, device=order.device)) % n].flatten(0, 1)
+    start = range_of(samples, order.device) * (n // g) // samples * g
+    return order[:, (start[:, None] + range_of(n, order.device)) % n].flatten(0, 1)
 
 
 def _count(shape: Shape, ratio: float) -> int:
@@ -150,19 +181,24 @@ def _lattice(shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
     shape = tuple(index(size) for size in shape if size > 1) or (1,)  # a 1 × n image is a line, not a plane
     n = math.prod(shape)
     a, m = _generators(shape, ratios)
-    v = torch.zeros((), dtype=torch.int64, device=key.device)
-    for multiplier, size in zip(a, shape, strict=True):
-        v = v.unsqueeze(-1) + multiplier * torch.arange(size, device=key.device)
     g = math.gcd(n, *[_count(shape, r) for r in ratios])
     start = key % (n // g) * g
-    turned = (start[:, None] + torch.arange(n, device=key.device)) % n
-    return ((v.flatten() & _MASK) % m).argsort(stable=True)[turned]
+    turned = (start[:, None] + range_of(n, key.device)) % n
+    return _sorted_lattice(shape, tuple(a), m, key.device)[turned]
+
+
+@constant
+def _sorted_lattice(shape: Shape, a: Shape, m: int, device: torch.device) -> Tensor:
+    """Positions sorted by v(x), ``[n]``."""
+    v = torch.zeros((), dtype=torch.int64, device=device)
+    for multiplier, size in zip(a, shape, strict=True):
+        v = v.unsqueeze(-1) + multiplier * torch.arange(size, device=device)
+    return ((v.flatten() & _MASK) % m).argsort(stable=True)
 
 
 def _random(shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
     """Positions sorted by a hash: a uniform subset for every k."""
-    positions = torch.arange(math.prod(shape), device=key.device)
-    return _fold(key[:, None], positions).argsort(dim=1, stable=True)
+    return _mix(key[:, None] ^ _hashes(math.prod(shape), key.device)).argsort(dim=1, stable=True)
 
 
 def _jitter(shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:

@@ -6,15 +6,14 @@ window after window.
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import product
 from operator import index
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ..ops.constants import constant
 from ..ops.window_attention import Cut
 from ..ops.windows import Windows
 
@@ -93,15 +92,9 @@ def share(ratio: float, positions: int) -> int:
     return min(positions, max(1, index(round(ratio * positions))))
 
 
+@constant
 def cut_all(partition: Partition, device: torch.device) -> Cut:
-    """Where all rows are in their windows. Made once for a partition, but not for a compiler or a simulation."""
-    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
-        return Cut(partition.places(device), partition.regions(device))
-    return _made_once(partition, device)
-
-
-@lru_cache(maxsize=128)
-def _made_once(partition: Partition, device: torch.device) -> Cut:
+    """Where all rows are in their windows."""
     return Cut(partition.places(device), partition.regions(device))
 
 

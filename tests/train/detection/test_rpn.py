@@ -79,12 +79,13 @@ def test_anchors_of_the_padding_are_not_sampled(monkeypatch):
 
 
 def test_surroundings_are_a_convolutions():
-    x = torch.randn(2, 4, 5, 6, dtype=torch.float64)
+    maps = [torch.randn(2, 4, 5, 6, dtype=torch.float64), torch.randn(2, 4, 2, 3, dtype=torch.float64)]
     weight = torch.randn(3, 4, 3, 3, dtype=torch.float64)
-    dense = torch.nn.functional.conv2d(x, weight, padding=1).flatten(2)
-    image, position = torch.tensor([0, 1, 1, 0]), torch.tensor([0, 29, 14, 5])
-    found = R.surroundings(x, image, position).flatten(1) @ weight.permute(0, 2, 3, 1).flatten(1).T
-    torch.testing.assert_close(found, dense[image, :, position])
+    dense = torch.cat([torch.nn.functional.conv2d(x, weight, padding=1).flatten(2) for x in maps], 2)
+    rows = torch.cat([x.flatten(2) for x in maps], 2).transpose(1, 2)
+    found = R.surroundings(rows, ((5, 6), (2, 3)), torch.arange(2 * 36))
+    expected = dense.transpose(1, 2).flatten(0, 1)
+    torch.testing.assert_close(found.flatten(1) @ weight.permute(0, 2, 3, 1).flatten(1).T, expected)
 
 
 def test_without_anchors_there_is_no_loss():

@@ -6,6 +6,7 @@ same, and there is no dense backward pass.
 """
 
 from collections import OrderedDict
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead, concat_box_prediction_layers
+
+from torchsbp.ops.constants import constant
 
 Targets = list[dict[str, Tensor]]
 RATIOS = (0.5, 1.0, 2.0)
@@ -56,7 +59,7 @@ class RPN(RegionProposalNetwork):
             logits, deltas = at(self.head, maps, chosen)
         else:
             logits, deltas = logits.flatten()[chosen], deltas[chosen]
-        aims = torch.cat(self.box_coder.encode(matched, anchors))[positive]
+        aims = self.box_coder.encode_single(torch.cat(matched)[positive], torch.cat(anchors)[positive])
         return boxes, rpn_losses(logits, deltas[: len(positive)], torch.cat(labels)[chosen], aims, self.beta)
 
 
@@ -82,30 +85,41 @@ def in_padding(anchors: Tensor, size: tuple[int, int]) -> Tensor:
 
 def at(head: Any, maps: list[Tensor], chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Logits and deltas of the chosen anchors, which are numbered by image, level, position and shape."""
-    each = len(RATIOS)
-    counts = [each * its.shape[2] * its.shape[3] for its in maps]
-    image, number = chosen // sum(counts), chosen % sum(counts)
-    patches = maps[0].new_zeros(len(chosen), 9, maps[0].shape[1])
-    start = 0
-    for its, count in zip(maps, counts, strict=True):
-        here = (number >= start) & (number < start + count)  # not their indices: that would wait for the GPU
-        position = torch.where(here, number - start, 0) // each
-        patches = patches + surroundings(its, image, position) * here[:, None, None]
-        start += count
+    each, shapes = len(RATIOS), tuple((its.shape[2], its.shape[3]) for its in maps)
+    rows = torch.cat([its.permute(0, 2, 3, 1).flatten(1, 2) for its in maps], 1)  # [B, n, C]: the anchors' own order
+    shape = (chosen % each)[:, None]
+    patches = surroundings(rows, shapes, chosen // each)
     conv, (score, box) = head.conv[0][0], (head.cls_logits, head.bbox_pred)
     hidden = F.relu(F.linear(patches.flatten(1), conv.weight.permute(0, 2, 3, 1).flatten(1), conv.bias))
-    rows, shape = torch.arange(len(chosen), device=chosen.device), number % each
-    logits = F.linear(hidden, score.weight.flatten(1), score.bias)[rows, shape]
-    deltas = F.linear(hidden, box.weight.flatten(1), box.bias).view(-1, each, 4)[rows, shape]
+    logits = F.linear(hidden, score.weight.flatten(1), score.bias).gather(1, shape).squeeze(1)
+    deltas = F.linear(hidden, box.weight.flatten(1), box.bias).view(-1, each, 4)
+    deltas = deltas.gather(1, shape[:, :, None].expand(-1, 1, 4)).squeeze(1)
     return at_least_float(logits), at_least_float(deltas)
 
 
-def surroundings(x: Tensor, image: Tensor, position: Tensor) -> Tensor:
-    """The 3 × 3 neighbours of positions of ``x [B, C, h, w]``, ``[n, 9, C]``, zero beyond the edges."""
-    height, width = x.shape[2:]
-    steps = torch.arange(-1, 2, device=x.device)
-    rows = (position // width)[:, None, None] + steps[:, None]
-    columns = (position % width)[:, None, None] + steps
-    within = ((rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)).flatten(1)
-    flat = (rows.clamp(0, height - 1) * width + columns.clamp(0, width - 1)).flatten(1)
-    return x.flatten(2)[image[:, None], :, flat] * within.unsqueeze(-1)
+def surroundings(x: Tensor, shapes: tuple[tuple[int, int], ...], positions: Tensor) -> Tensor:
+    """The 3 × 3 neighbours of positions of maps of these shapes, one after the other in ``x [B, n, C]``; positions are
+    numbered through all samples. ``[m, 9, C]``, zero beyond the edges."""
+    table = levels_of(shapes, x.device)
+    number = positions % x.shape[1]
+    start, height, width = table[:, torch.bucketize(number, table[0], right=True) - 1].unsqueeze(2)
+    number = number[:, None] - start
+    down, right = neighbours(x.device)
+    i, j = number // width + down, number % width + right
+    row, column = i % height, j % width
+    within = (row == i) & (column == j)
+    place = (positions[:, None] - number) + row * width + column
+    return x.flatten(0, 1).index_select(0, place.flatten()).view(*place.shape, -1) * within.unsqueeze(2)
+
+
+@constant
+def levels_of(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    """Where the maps begin, their heights and widths, ``[3, maps]``."""
+    starts = [0, *accumulate(h * w for h, w in shapes)][:-1]
+    return torch.tensor([starts, *zip(*shapes, strict=True)], device=device)
+
+
+@constant
+def neighbours(device: torch.device) -> Tensor:
+    """How far down and to the right the nine of them are, ``[2, 9]``."""
+    return torch.tensor([(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)], device=device).T

@@ -148,7 +148,7 @@ class Detection(Task):
     Options = DetectionOptions
     best_by = "box_ap"
     unit = "images"
-    samples = False
+    told_of_sizes = False
     """SBP is on"""
 
     def __init__(self, options: DetectionOptions, seed: int, names: list[str] | None = None) -> None:
@@ -243,7 +243,7 @@ class Detection(Task):
 
     def apply_sbp(self, model: nn.Module, config: SBPConfig) -> None:
         super().apply_sbp(model, config)
-        self.samples = True
+        self.told_of_sizes = config.scale == "none"  # other scales weigh all positions alike, those of padding too
 
     def compile(self, model: nn.Module) -> None:
         assert isinstance(model, Detector)
@@ -256,7 +256,7 @@ class Detection(Task):
     # Losses and metrics
 
     def loss(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        if self.samples:
+        if self.told_of_sizes:
             torchsbp.set_sizes(model, batch.sizes, batch.images.shape[-2:])
         return model(batch.images, batch.sizes, batch.targets)
 

@@ -25,6 +25,7 @@ from ..task import Task, TaskOptions
 from ..video.evaluation import Batch, Views, metrics
 from ..video.model import Classifier, Frames, Model, groups, is_video, make_model, patches
 from ..video.picture import strip
+from ..video.predictions import Actions
 from ..video.views import Augment, EvalViews, TrainView
 from . import register
 
@@ -228,6 +229,9 @@ class Video(Task):
     def weights_about(self) -> dict[str, str]:
         """The classes' names, by head, in the order of the model's outputs."""
         return {"classes": json.dumps(self.classes)}
+
+    def predictor(self) -> Actions:
+        return Actions(self)
 
     def example(self, samples: int) -> tuple[Tensor, ...]:
         data, chance = self.options.data, torch.Generator().manual_seed(0)

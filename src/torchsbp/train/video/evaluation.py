@@ -58,21 +58,15 @@ class Views(Evaluator):
             self.first = clips[0, 0].clone()
         for note in notes:
             self.notes[note.kind].add(note.text)
-        probabilities = self.probabilities(model, clips)
+        found = probabilities(model, clips, [its.classes for its in self.accuracies])
         read = (labels[:, 0] >= 0) & (torch.arange(len(labels), device=labels.device) < valid)
         labels, right = labels[read], torch.ones_like(labels[read, 0], dtype=torch.bool)
-        for number, (accuracy, its) in enumerate(zip(self.accuracies, probabilities, strict=True)):
+        for number, (accuracy, its) in enumerate(zip(self.accuracies, found, strict=True)):
             scores = its[read].clamp(min=torch.finfo(its.dtype).tiny).log()
             if len(scores):
                 accuracy.update(nn.Identity(), (scores, labels[:, number]), len(scores))
             right &= scores.argmax(1) == labels[:, number]
         self.sums += torch.stack([right.sum(), right.new_tensor(len(right), dtype=torch.int64)])
-
-    def probabilities(self, model: nn.Module, clips: Tensor) -> list[Tensor]:
-        """``[B, classes]`` of each head; views ``[B, V, 3, T, H, W]`` are seen one after the other."""
-        classes = [its.classes for its in self.accuracies]
-        views = [model(view).float().split(classes, 1) for view in clips.unbind(1)]
-        return [torch.stack([its.softmax(1) for its in head]).mean(0) for head in zip(*views, strict=True)]
 
     def result(self) -> dict[str, float]:
         right, videos = all_sum(self.sums).tolist()
@@ -99,6 +93,12 @@ class Views(Evaluator):
                 before = "" if len(self.heads) == 1 else f"{head.capitalize()}: "
                 found |= {before + title: content for title, content in accuracy.sections().items()}
         return found | {TITLES[kind]: listed(notes) for kind, notes in self.notes.items() if notes}
+
+
+def probabilities(model: nn.Module, clips: Tensor, classes: Sequence[int]) -> list[Tensor]:
+    """``[B, classes]`` of each head; views ``[B, V, 3, T, H, W]`` are seen one after the other."""
+    views = [model(view).float().split(list(classes), 1) for view in clips.unbind(1)]
+    return [torch.stack([its.softmax(1) for its in head]).mean(0) for head in zip(*views, strict=True)]
 
 
 def listed(notes: set[str]) -> str:

@@ -59,10 +59,13 @@ class EvalViews:
         self.size, self.side, self.frames, self.crops = size, side, frames, crops
 
     def __call__(self, frames: Tensor, target: Target) -> tuple[Tensor, Target]:
+        return self.of(frames), target
+
+    def of(self, frames: Tensor) -> Tensor:
         images = v2.functional.resize(frames.permute(0, 3, 1, 2), [self.side], antialias=True)
         crops = torch.stack([self.crop(images, number) for number in range(self.crops)])
         views = crops.unflatten(1, (-1, self.frames))  # [crops, clips, T, 3, size, size]
-        return views.flatten(0, 1).transpose(1, 2).contiguous(), target
+        return views.flatten(0, 1).transpose(1, 2).contiguous()
 
     def crop(self, images: Tensor, number: int) -> Tensor:
         room = [side - self.size for side in images.shape[-2:]]

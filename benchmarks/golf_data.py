@@ -1,0 +1,98 @@
+"""Golf swings out of a packed file, as ``torchsbp train`` reads them: whole for online detection, cut for recognition.
+
+    python benchmarks/golf_data.py golfdb96_avif.npz data        # data/swings, data/phases
+
+The file is not part of the project: 588 swings of GolfDB, of 72 frames at 30 a second, 96², each an animated AVIF
+(Pillow 11.3 reads it), with the frames of 8 events. For both parts of the official split, 440 and 148 swings, come out
+
+    OUT/swings    in THUMOS's layout: after the first event every frame belongs to the action that the last event begins
+    OUT/phases    .npy clips and lists: 16 frames, evenly from an event to the next, 7 clips of every swing
+
+Swinging back and down show the same poses in the other order.
+"""
+
+import argparse
+import csv
+import io
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from torchsbp.train.data.thumos import prepare
+
+EVENTS = ("address", "toe-up", "mid-backswing", "top", "mid-downswing", "impact", "mid-follow-through", "finish")
+FPS = 30.0
+FRAMES = 16
+"""of a phase's clip"""
+
+
+def decoded(packed: bytes) -> np.ndarray:
+    """``[frames, height, width, 3]``."""
+    image = Image.open(io.BytesIO(packed))
+    frames = []
+    for number in range(image.n_frames):
+        image.seek(number)
+        frames.append(np.asarray(image.convert("RGB")))
+    return np.stack(frames)
+
+
+def unpack(out: Path, name: str, packed: bytes, events: Sequence[int]) -> None:
+    """A swing, and its phases."""
+    frames = decoded(packed)
+    np.save(out / "swings" / "frames" / f"{name}.npy", frames)
+    for phase, (begin, end) in enumerate(pairwise(events)):
+        evenly = np.linspace(begin, end, FRAMES).round().astype(int)
+        np.save(out / "phases" / f"{name}_{phase}.npy", frames[evenly])
+
+
+def write_swings(root: Path, part: str, names: Sequence[str], events: np.ndarray, frames: int) -> None:
+    """Segments, targets and the list of one part."""
+    with (root / f"{part}.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(("video", "type", "start", "end"))
+        for name, its in zip(names, events, strict=True):
+            for action, (begin, end) in zip(EVENTS, pairwise((*its.tolist(), frames)), strict=True):
+                rows.writerow((name, action, begin / FPS, end / FPS))
+    (root / "classes.txt").write_text("\n".join(EVENTS))
+    print(f"{part}: {dict(prepare(root / f'{part}.csv', root, part, FPS, None, skip_missing=False))}", flush=True)
+
+
+def write_phases(root: Path, part: str, names: Sequence[str]) -> None:
+    numbers = range(len(EVENTS) - 1)
+    (root / f"{part}.txt").write_text("".join(f"{name}_{phase}.npy {phase}\n" for name in names for phase in numbers))
+    (root / "classes.txt").write_text("\n".join(f"{begin} to {end}" for begin, end in pairwise(EVENTS)))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--swings", type=int, help="the first ones of each part only")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that decode")
+    args = parser.parse_args(argv)
+    packed = np.load(args.file)
+    blob, edges, events = packed["blob"], packed["off"], packed["events"].astype(int)
+    parts = {
+        "train": np.flatnonzero(packed["split"] != 1)[: args.swings],
+        "test": np.flatnonzero(packed["split"] == 1)[: args.swings],
+    }
+    for folder in ("swings/frames", "phases"):
+        (args.out / folder).mkdir(parents=True, exist_ok=True)
+    with ProcessPoolExecutor(args.jobs) as pool:
+        chosen = np.concatenate(list(parts.values()))
+        clips = (blob[edges[number] : edges[number + 1]].tobytes() for number in chosen)
+        names = (f"swing{number:03}" for number in chosen)
+        list(pool.map(partial(unpack, args.out), names, clips, events[chosen].tolist(), chunksize=4))
+    for part, numbers in parts.items():
+        named = [f"swing{number:03}" for number in numbers]
+        write_swings(args.out / "swings", part, named, events[numbers], packed["phase"].shape[1])
+        write_phases(args.out / "phases", part, named)
+
+
+if __name__ == "__main__":
+    main()

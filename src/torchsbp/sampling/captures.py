@@ -1,0 +1,131 @@
+"""Drawing as one launch: what a GPU draws time and again is captured in a CUDA graph and replayed.
+
+Masks are many small kernels, 70 for a ViT and 370 for a Swin: more of the CPU's time than of the GPU's. They are a
+function of the step counter on the device, and of the images' sizes, which are copied to where a graph reads them. So a
+replay draws those of the next step.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from ..ops.constants import holding
+
+Drawn = TypeVar("Drawn")
+HELD = 32
+"""graphs of one backbone: image sizes, batches"""
+ALIGNED = 16
+"""bytes, as Triton's kernels like addresses"""
+
+
+class Part(NamedTuple):
+    """Where a tensor lies among the bytes of all."""
+
+    begin: int
+    end: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+class Packed(NamedTuple):
+    """A tree whose tensors are bytes, one behind the other: ``parts`` has a place for each, ``leaves`` what is none.
+    ``constants`` are held."""
+
+    content: Tensor
+    parts: list[Part | None]
+    leaves: list[Any]
+    spec: Any
+    constants: list[Any]
+
+    def copy(self) -> Any:
+        """The tree, with tensors of its own: what is packed may change afterwards."""
+        content = self.content.clone()
+        leaves = [
+            leaf if part is None else content[part.begin : part.end].view(part.dtype).view(part.shape)
+            for leaf, part in zip(self.leaves, self.parts, strict=True)
+        ]
+        return tree_unflatten(leaves, self.spec)
+
+
+def pack(tree: Any, constants: list[Any], device: torch.device) -> Packed:
+    """Constants stay as they are. What is there twice is packed once."""
+    leaves, spec = tree_flatten(tree)
+    constant = {id(leaf) for leaf in tree_leaves(constants)}
+    packed: dict[int, tuple[Tensor, Part]] = {}
+    end = 0
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and id(leaf) not in constant and id(leaf) not in packed:
+            begin, end = end, end + leaf.numel() * leaf.element_size()
+            packed[id(leaf)] = leaf, Part(begin, end, leaf.dtype, leaf.shape)
+            end = -(-end // ALIGNED) * ALIGNED
+    content = torch.empty(end, dtype=torch.uint8, device=device)
+    for leaf, part in packed.values():
+        content[part.begin : part.end].view(part.dtype).view(part.shape).copy_(leaf)
+    parts = [packed[id(leaf)][1] if id(leaf) in packed else None for leaf in leaves]
+    rest = [leaf if part is None else None for leaf, part in zip(leaves, parts, strict=True)]
+    return Packed(content, parts, rest, spec, constants)
+
+
+class Captured(NamedTuple):
+    """A graph, what it draws, and where it reads the images' sizes."""
+
+    graph: torch.cuda.CUDAGraph
+    packed: Packed
+    sizes: Tensor | None
+
+    def drawn(self, sizes: Tensor | None) -> Any:
+        if self.sizes is not None and sizes is not None:
+            self.sizes.copy_(sizes)
+        self.graph.replay()
+        return self.packed.copy()
+
+
+class Captures:
+    """The graphs by what they depend on: the first time something is drawn as it stands, the second time captured. A
+    copy of a model has its own."""
+
+    def __init__(self) -> None:
+        self.graphs: OrderedDict[Hashable, Captured | None] = OrderedDict()
+        self.pool: Any = None
+
+    def __reduce__(self) -> Any:
+        return Captures, ()
+
+    def drawn(
+        self, draw: Callable[[Tensor | None], Drawn], sizes: Tensor | None, step: Tensor, depends: Hashable
+    ) -> Drawn:
+        """What ``draw`` gives for these sizes; it reads them, the step counter, and nothing else that changes."""
+        if not step.is_cuda or _get_current_dispatch_mode() is not None or torch.cuda.is_current_stream_capturing():
+            return draw(sizes)
+        stream = torch.cuda.current_stream(step.device)
+        key = (step.data_ptr(), step.device, stream.cuda_stream, depends)
+        if key not in self.graphs:
+            self.graphs[key] = None
+            if len(self.graphs) > HELD:
+                self.graphs.popitem(last=False)
+            return draw(sizes)
+        self.graphs.move_to_end(key)
+        captured = self.graphs[key] = self.graphs[key] or self.capture(draw, sizes, stream)
+        return captured.drawn(sizes)
+
+    def capture(
+        self, draw: Callable[[Tensor | None], Any], sizes: Tensor | None, stream: torch.cuda.Stream
+    ) -> Captured:
+        """All graphs share memory: what one has drawn is copied before another runs."""
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        own = None if sizes is None else sizes.clone()
+        graph, aside = torch.cuda.CUDAGraph(), torch.cuda.Stream(stream.device)
+        aside.wait_stream(stream)
+        with torch.cuda.stream(aside), holding() as constants:
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                packed = pack(draw(own), constants, stream.device)
+            finally:
+                graph.capture_end()
+        stream.wait_stream(aside)
+        return Captured(graph, packed, own)
