@@ -125,9 +125,8 @@ class KernelSteps(Steps):
     def processors(self, device: torch.device) -> int:
         return processors(device)
 
-    def launch(self, kernel: str, grid: tuple[int, ...], **arguments: Any) -> None:
-        """Every kernel of a step is launched here, and only here."""
-        launch(kernel, grid, **arguments)
+    launch = staticmethod(launch)
+    """Every kernel of a step is launched here, and only here."""
 
     def totals(self) -> dict[str, Tensor]:
         columns = self.sums.shape[1]
