@@ -39,6 +39,7 @@ from .layers import (
     Grad,
     Normed,
     autocast_dtype,
+    cast,
     norm,
     norm_columns,
     parameter_gradients,
@@ -171,10 +172,11 @@ def attention_backward(
             qkv = project_kept(n_q.view(samples, -1, n_q.shape[1]), n_kv, weight, bias, heads)
 
     do, o = to_heads(do, samples, heads), to_heads(saved.o, samples, heads)
-    p = p._replace(qkv_bias=bias)
+    if cut.places is not None:
+        p = p._replace(qkv_bias=bias)
     dqkv, of_heads = attend_normalised_backward(do, qkv, o, saved.lse, saved.rows, cut, p, spec, needs)
     del qkv, do, o
-    dq, dk, dv = (R.flat(to_rows(g)).to(n.y.dtype) for g in dqkv)
+    dq, dk, dv = (cast(g.transpose(1, 2).reshape(-1, width), n.y.dtype) for g in dqkv)
     del dqkv
 
     if rows is None:
@@ -184,7 +186,8 @@ def attention_backward(
     d, dw = steps.stack(dk, dv, apart=dq, total="attention_qkv"), None
     if needs.qkv_weight:
         dw = device_of(d).weight_gradient(p.qkv_weight, (dq, n_q), (d, n.y))
-    return d @ weight[width:], dq @ weight[:width], AttentionProducts(dw, output, of_heads)
+    of_q, of_kv = weight.split_with_sizes((width, 2 * width))
+    return d @ of_kv, dq @ of_q, AttentionProducts(dw, output, of_heads)
 
 
 def attention_input_backward(

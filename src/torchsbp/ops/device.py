@@ -132,7 +132,7 @@ class CUDA(Device):
             products = [torch.mm(dy.t(), x, out_dtype=torch.float32) for dy, x in pairs]
             return products[0] if len(products) == 1 else torch.cat(products)
         found = torch.empty_like(weight)
-        for (dy, x), place in zip(pairs, found.split([dy.shape[1] for dy, _ in pairs]), strict=True):
+        for (dy, x), place in zip(pairs, found.split_with_sizes([dy.shape[1] for dy, _ in pairs]), strict=True):
             torch.mm(dy.t(), x, out_dtype=torch.float32, out=place)
         return found
 

@@ -131,7 +131,7 @@ class KernelSteps(Steps):
     def totals(self) -> dict[str, Tensor]:
         columns = self.sums.shape[1]
         assert self.used == columns, f"{self.used} columns were summed, {columns} announced"
-        return dict(zip(self.widths, self.sums.sum(0).split(list(self.widths.values())), strict=True))
+        return dict(zip(self.widths, self.sums.sum(0).split_with_sizes(list(self.widths.values())), strict=True))
 
     def room(self, total: str, width: int) -> int:
         """The first of the buffer's columns for a sum of that name."""

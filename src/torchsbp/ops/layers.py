@@ -110,7 +110,7 @@ def norm(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype |
     """The normalisation over the last dimension, in the precision of its weight, given in ``dtype``."""
     if static.kind == "none":
         return cast(x, dtype)
-    x = x if weight is None else x.to(weight.dtype)
+    x = x if weight is None else cast(x, weight.dtype)
     if static.kind == "unit":
         return _unit(x, weight, static.eps, dtype).y
     if static.kind == "rms":
@@ -132,7 +132,7 @@ def norm_again(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.d
     """``norm`` once more in backward, with its statistics."""
     if static.kind == "none":
         return Normed(cast(x, dtype), x, None, None)
-    x = x if weight is None else x.to(weight.dtype)
+    x = x if weight is None else cast(x, weight.dtype)
     if static.kind == "unit":
         return _unit(x, weight, static.eps, dtype)
     if static.kind == "rms":
