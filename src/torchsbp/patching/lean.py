@@ -12,6 +12,7 @@ from ..adapters import lean as L
 from ..adapters import lora
 from ..adapters.names import find
 from ..errors import UsageError
+from ..ops import rows as R
 from ..ops.activations import GATED, activation_of
 from ..ops.attention import attention_branch
 from ..ops.block import transformer_block
@@ -97,13 +98,16 @@ class BiasedBlock(TransformerBlock):
         names: L.BiasedBlock = self.description
         given = {name: kwargs.pop(name) for name in names.arguments if name in kwargs}
         self.refuse_arguments(module, args, kwargs)
+        rows = in_rows(x, names.dim)
+        batch, n, _ = rows.shape
         # Before stochastic depth is drawn: the bias may be random, and the block's own forward has this order.
-        bias, parts = names.score_bias(module, x.shape[1], **given), self.parts(module, x)
+        bias, parts = names.score_bias(module, n, **given), self.parts(module, x)
         if bias is None:
-            return self.block(x, parts)
-        self.check_bias(module, bias, parts.attention_spec.heads, x.shape[1])
+            return as_it_was(self.block(rows, parts), x, names.dim)
+        self.check_bias(module, bias, parts.attention_spec.heads, n)
         parts = parts._replace(attention=parts.attention._replace(score_bias=bias.flatten(0, -3)))
-        return self.block(x, parts, self.one_window(x))
+        cut = one_window(n, self.sampling.kept(batch, n).rows, batch, x.device)
+        return as_it_was(self.block(rows, parts, cut), x, names.dim)
 
     def check_bias(self, module: nn.Module, bias: Tensor, heads: int, n: int) -> None:
         if tuple(bias.shape) not in ((heads, n, n), (1, heads, n, n)) or not bias.is_floating_point():
@@ -113,11 +117,16 @@ class BiasedBlock(TransformerBlock):
                 "torchsbp.remove(model) to train with it."
             )
 
-    def one_window(self, x: Tensor) -> Cut:
-        """Of all positions: that is where attention has a bias."""
-        batch, positions = x.shape[:2]
-        rows, shared = self.sampling.kept(batch, positions).rows, not self.sampling.masks.per_sample
-        return one_window(positions, rows, batch, shared, x.device)
+
+def in_rows(x: Tensor, dim: int) -> Tensor:
+    """x as ``[B, N, C]``."""
+    return R.channels_last(x, dim).flatten(1, -2)
+
+
+def as_it_was(y: Tensor, x: Tensor, dim: int) -> Tensor:
+    """Rows ``[B, N, C]`` in the layout of x."""
+    y = y.view(R.channels_last(x, dim).shape)
+    return y if dim == 1 else y.movedim(-1, 1)
 
 
 def rope_of(given: Any, n: int) -> Tensor:
@@ -261,6 +270,11 @@ def scale_of(block: nn.Module, name: str) -> Tensor | None:
 def qkv_of(block: nn.Module, parts: L.TransformerBlock) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of the projection to queries, keys and values."""
     weight, bias = projection_of(block, parts.qkv)
+    if find(block, parts.head_first):
+        heads = find(block, parts.heads)
+        weight, bias = (
+            t if t is None else t.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2) for t in (weight, bias)
+        )
     biases = [b for b in (find(block, name) for name in parts.qkv_bias) if b is not None]
     bias = torch.cat(biases) if biases else bias
     if bias is None or parts.key_bias:
