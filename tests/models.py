@@ -317,6 +317,16 @@ HYBRIDS = {
     "maxxvit relative mlp": hybrid("maxxvit_rmlp_nano_rw_256", conv_init_values=0.5),
     "maxxvit v2": hybrid("maxxvitv2_nano_rw_256", conv_init_values=0.5, head_hidden_size=None),
 }
+
+
+def torchvision_maxvit(**options: Any) -> nn.Module:
+    sizes = {"input_size": (64, 64), "stem_channels": 8, "partition_size": 4, "block_channels": [8, 16], "head_dim": 8}
+    return torchvision.models.MaxVit(**sizes | {"block_layers": [1, 2], "stochastic_depth_prob": 0.0} | options)
+
+
+HYBRIDS["torchvision maxvit"] = Tiny(
+    torchvision_maxvit, "maps", (3, 64, 64), drop_path="stochastic_depth_prob", same_bits=False
+)
 POINTWISE = {
     "convnext v2": pointwise("convnextv2_tiny"),
     "convnext v2 1×1 conv, layer scale": pointwise("convnextv2_atto", ls_init_value=0.5),

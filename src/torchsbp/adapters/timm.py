@@ -212,6 +212,7 @@ WINDOWS = Residual(mixers=(Mixer("ls1", "norm1", whole=True),), constant=("attn.
 
 HEAD_FIRST: dict[str, Any] = {"head_first": "attn.head_first", "scale1": "ls1.gamma", "scale2": "ls2.gamma"}
 MAP: dict[str, Any] = {**HEAD_FIRST, "dim": 2, "q_norm": "", "k_norm": ""}
+PARTITION: dict[str, Any] = {"sizes": W.partition_sizes, "score_bias": W.relative_bias}
 MAP_DROPOUTS = ("attn.attn_drop", "attn.proj_drop", "mlp.norm", "mlp.drop")
 MAP_CLASSES = {"attn": ("timm.models.maxxvit.Attention2d",), "mlp": ("timm.layers.mlp.ConvMlp",)}
 
@@ -231,13 +232,14 @@ HYBRID = Adapter(
         "timm.models.maxxvit.PartitionAttentionCl": (
             PartitionBlock(
                 **HEAD_FIRST,
+                **PARTITION,
                 idle=(*DROPOUTS, "mlp.norm"),
                 classes={"attn": ("timm.models.maxxvit.AttentionCl",), "mlp": MLP},
             ),
             WINDOWS,
         ),
         "timm.models.maxxvit.PartitionAttention2d": (
-            PartitionBlock(**MAP, idle=MAP_DROPOUTS, classes=MAP_CLASSES),
+            PartitionBlock(**MAP, **PARTITION, idle=MAP_DROPOUTS, classes=MAP_CLASSES),
             replace(WINDOWS, mixers=(Mixer("ls1", "norm1", dim=2, whole=True),), dim=2),
         ),
         "timm.models.maxxvit.ParallelPartitionAttention": replace(

@@ -61,12 +61,26 @@ def maskformer_bias(m: Any, window: Grid) -> Tensor:
 
 
 def relative_bias(m: Any, window: Grid) -> Tensor:
-    return m.rel_pos.get_bias()
+    """timm's MaxViT, which may have none."""
+    area = math.prod(window)
+    return m.qkv.weight.new_zeros(m.num_heads, area, area) if m.rel_pos is None else m.rel_pos.get_bias()
+
+
+def positional_bias(m: Any, window: Grid) -> Tensor:
+    """torchvision's MaxViT."""
+    return m.get_relative_positional_bias()
+
+
+def is_grid(block: Any) -> bool:
+    return not block.partition_block
 
 
 def partition_sizes(block: Any, grid: Grid) -> tuple[Grid, Grid]:
+    return whole_windows(block, grid, tuple(block.partition_size))
+
+
+def whole_windows(block: Any, grid: Grid, window: Grid) -> tuple[Grid, Grid]:
     """MaxViT's: without padding, and never shifted."""
-    window = tuple(block.partition_size)
     if any(n % w for n, w in zip(grid, window, strict=True)):
         raise UsageError(
             f"{type(block).__name__} was given a map of {grid} positions, which its windows of {window} don't divide. "
@@ -136,21 +150,19 @@ class WindowBlock(InWindows, TransformerBlock):
 @dataclass(frozen=True)
 class PartitionBlock(WindowBlock):
     """The same in windows, or in grids across all windows, that take turns: what is kept would be equally many in each
-    of one kind, or the same for both. It is the same, as drawn for blocks without windows."""
+    of one kind, or the same for both. It is the same, as drawn for blocks without windows.
+
+    ``strided``: block -> whether its windows are grids.
+    """
 
     rules: tuple[str, ...] = ("query", "head", "exact")  # the op has kept keys where they are equally many
-    sizes: Sizes = partition_sizes
-    score_bias: ScoreBiasOf = relative_bias
+    strided: Callable[[Any], bool] = is_grid
 
     def partition_of(self, block: nn.Module) -> None:
         return None
 
     def partition(self, block: nn.Module, grid: Grid, fixed: bool = False) -> Partition:
-        return replace(super().partition(block, grid), strided=not block.partition_block)
-
-    def problems(self, block: nn.Module) -> Iterator[str]:
-        yield from super().problems(block)
-        yield from missing(block, f"{self.attention}.rel_pos")
+        return replace(super().partition(block, grid), strided=self.strided(block))
 
 
 @dataclass(frozen=True)
