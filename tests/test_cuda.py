@@ -26,7 +26,7 @@ def pair(name: str, **options):
     # Heads of width 32: the fused kernels want a multiple of 8.
     wider = {"embed_dim": 96} if name.startswith("vit") else {}
     plain = MODELS[name].model(**wider).float().cuda()
-    return plain, torchsbp.apply(copy.deepcopy(plain), **options), images().float().cuda()
+    return plain, torchsbp.apply(copy.deepcopy(plain), **options), MODELS[name].images(3).float().cuda()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
