@@ -44,9 +44,9 @@ class TransformerBlock(SampledBlock):
         return self.block(x, self.parts(module, x))
 
     def block(self, x: Tensor, parts: BlockParts, cut: Cut = NO_WINDOWS) -> Tensor:
-        """The op on ``x [B, N, C]``, its attention in windows where there are such."""
+        """The op on ``x [B, ..., C]``, its attention in windows where there are such."""
         attention, attention_spec, mlp, mlp_spec, factors = parts
-        batch, positions = x.shape[:2]
+        batch, positions = x.shape[0], R.count(x)
         kept = self.sampling.kept(batch, positions)
         options = self.sampling.options(kept.rows, batch, positions)
         if not attention_spec.rule.heads:
@@ -55,8 +55,9 @@ class TransformerBlock(SampledBlock):
                 inverse=kept.inverse, factors=factors, options=options, cut=cut,
             )  # fmt: skip
         x = attention_branch(
-            x, None, attention, attention_spec, heads=kept.heads, factor=factors[0], options=options, cut=cut
-        )
+            x.flatten(1, -2), None, attention, attention_spec,
+            heads=kept.heads, factor=factors[0], options=options, cut=cut,
+        ).view(x.shape)  # fmt: skip
         return mlp_branch(x, kept.rows, mlp, mlp_spec, inverse=kept.inverse, factor=factors[1], options=options)
 
     def parts(self, module: nn.Module, x: Tensor) -> BlockParts:
@@ -98,16 +99,16 @@ class BiasedBlock(TransformerBlock):
         names: L.BiasedBlock = self.description
         given = {name: kwargs.pop(name) for name in names.arguments if name in kwargs}
         self.refuse_arguments(module, args, kwargs)
-        rows = in_rows(x, names.dim)
-        batch, n, _ = rows.shape
+        x = R.channels_last(x, names.dim)
+        batch, n = x.shape[0], R.count(x)
         # Before stochastic depth is drawn: the bias may be random, and the block's own forward has this order.
         bias, parts = names.score_bias(module, n, **given), self.parts(module, x)
         if bias is None:
-            return as_it_was(self.block(rows, parts), x, names.dim)
+            return R.channels_back(self.block(x, parts), names.dim)
         self.check_bias(module, bias, parts.attention_spec.heads, n)
         parts = parts._replace(attention=parts.attention._replace(score_bias=bias.flatten(0, -3)))
         cut = one_window(n, self.sampling.kept(batch, n).rows, batch, x.device)
-        return as_it_was(self.block(rows, parts, cut), x, names.dim)
+        return R.channels_back(self.block(x, parts, cut), names.dim)
 
     def check_bias(self, module: nn.Module, bias: Tensor, heads: int, n: int) -> None:
         if tuple(bias.shape) not in ((heads, n, n), (1, heads, n, n)) or not bias.is_floating_point():
@@ -116,17 +117,6 @@ class BiasedBlock(TransformerBlock):
                 f"scores. SBP supports what is the same for all samples, {(1, heads, n, n)}. Call without a mask, or "
                 "torchsbp.remove(model) to train with it."
             )
-
-
-def in_rows(x: Tensor, dim: int) -> Tensor:
-    """x as ``[B, N, C]``."""
-    return R.channels_last(x, dim).flatten(1, -2)
-
-
-def as_it_was(y: Tensor, x: Tensor, dim: int) -> Tensor:
-    """Rows ``[B, N, C]`` in the layout of x."""
-    y = y.view(R.channels_last(x, dim).shape)
-    return y if dim == 1 else y.movedim(-1, 1)
 
 
 def rope_of(given: Any, n: int) -> Tensor:

@@ -11,7 +11,7 @@ from ..adapters.names import find
 from ..ops import rows as R
 from ..ops.windows import Windows, cut, cut_kept, join_kept, kept_scores
 from ..sampling.windows import Grid, cut_all
-from .lean import TransformerBlock, as_it_was, in_rows, through
+from .lean import TransformerBlock, through
 from .replay import Inside, Replay, Residual
 from .sampled import runs
 from .site import Site, original
@@ -25,8 +25,8 @@ class WindowBlock(TransformerBlock):
 
     def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         parts: A.WindowBlock = self.description
-        rows = in_rows(x, parts.dim)
-        kept, grid = self.sampling.kept(*rows.shape[:2]), grid_of(R.channels_last(x, parts.dim), *args, **kwargs)
+        x = R.channels_last(x, parts.dim)
+        kept, grid = self.sampling.kept(x.shape[0], R.count(x)), grid_of(x, *args, **kwargs)
         if kept.windows is not None:
             parts.check_call(module, grid, kwargs)
         partition = parts.partition(module, grid, bool(kwargs.get(parts.fixed)))
@@ -35,7 +35,7 @@ class WindowBlock(TransformerBlock):
         bias = parts.score_bias(find(module, parts.attention), partition.window).flatten(0, -3)
         block = self.parts(module, x)
         block = block._replace(attention=block.attention._replace(score_bias=bias))
-        y = through(module, parts.last, as_it_was(self.block(rows, block, cut), x, parts.dim))
+        y = through(module, parts.last, R.channels_back(self.block(x, block, cut), parts.dim))
         return (y, None) if parts.pair else y
 
 
