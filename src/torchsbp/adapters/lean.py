@@ -36,6 +36,7 @@ PER_SAMPLE_DROPS = (
     "transformers.models.swin.modeling_swin.SwinDropPath",
     "transformers.models.swinv2.modeling_swinv2.Swinv2DropPath",
     "transformers.models.beit.modeling_beit.BeitDropPath",
+    "transformers.models.data2vec.modeling_data2vec_vision.Data2VecVisionDropPath",
     "transformers.models.maskformer.modeling_maskformer_swin.MaskFormerDropPath",
     "transformers.models.convnext.modeling_convnext.ConvNextDropPath",
     "transformers.models.convnextv2.modeling_convnextv2.ConvNextV2DropPath",
@@ -142,12 +143,14 @@ class BiasedBlock(TransformerBlock):
     """A ``TransformerBlock`` with something added to its scores, the same for all samples.
 
     ``score_bias``: (block, number of positions, ``arguments`` of the block's call, by name) -> ``[(1,) H, N, N]``, or
-    None if there is none. ``dim``: where rows are in its input: 1 in ``[B, N, C]``, 2 in ``[B, C, H, W]``.
+    None if there is none. ``dim``: where rows are in its input: 1 in ``[B, N, C]``, 2 in ``[B, C, H, W]``. ``pair``:
+    the block returns a pair, its output and attention maps; none of these in training.
     """
 
     score_bias: Callable[..., Tensor | None] = no_bias
     arguments: tuple[str, ...] = ()
     dim: int = 1
+    pair: bool = False
 
 
 @dataclass(frozen=True)

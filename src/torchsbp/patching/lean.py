@@ -40,7 +40,7 @@ class BlockParts(NamedTuple):
 
 @runs(L.TransformerBlock)
 class TransformerBlock(SampledBlock):
-    def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return self.block(x, self.parts(module, x))
 
     def block(self, x: Tensor, parts: BlockParts, cut: Cut = NO_WINDOWS) -> Tensor:
@@ -95,7 +95,7 @@ class RotaryBlock(TransformerBlock):
 class BiasedBlock(TransformerBlock):
     takes_arguments = True
 
-    def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         names: L.BiasedBlock = self.description
         given = {name: kwargs.pop(name) for name in names.arguments if name in kwargs}
         self.refuse_arguments(module, args, kwargs)
@@ -103,12 +103,13 @@ class BiasedBlock(TransformerBlock):
         batch, n = x.shape[0], R.count(x)
         # Before stochastic depth is drawn: the bias may be random, and the block's own forward has this order.
         bias, parts = names.score_bias(module, n, **given), self.parts(module, x)
-        if bias is None:
-            return R.channels_back(self.block(x, parts), names.dim)
-        self.check_bias(module, bias, parts.attention_spec.heads, n)
-        parts = parts._replace(attention=parts.attention._replace(score_bias=bias.flatten(0, -3)))
-        cut = one_window(n, self.sampling.kept(batch, n).rows, batch, x.device)
-        return R.channels_back(self.block(x, parts, cut), names.dim)
+        cut = NO_WINDOWS
+        if bias is not None:
+            self.check_bias(module, bias, parts.attention_spec.heads, n)
+            parts = parts._replace(attention=parts.attention._replace(score_bias=bias.flatten(0, -3)))
+            cut = one_window(n, self.sampling.kept(batch, n).rows, batch, x.device)
+        y = R.channels_back(self.block(x, parts, cut), names.dim)
+        return (y, None) if names.pair else y
 
     def check_bias(self, module: nn.Module, bias: Tensor, heads: int, n: int) -> None:
         if tuple(bias.shape) not in ((heads, n, n), (1, heads, n, n)) or not bias.is_floating_point():
