@@ -1,4 +1,4 @@
-"""Hugging Face transformers: BEiT and the vision model of Data2Vec, whose attention has a bias of relative positions."""
+"""Hugging Face transformers: BEiT and Data2Vec vision, whose attention has a bias of relative positions."""
 
 from dataclasses import replace
 from typing import Any
