@@ -1,4 +1,4 @@
-"""The models that are measured: the papers' Table 1, Swin, DINOv3, EVA02, video; at usual batch sizes."""
+"""The models that are measured: the papers' Table 1, Swin, DINOv3, EVA02, BEiT, MaxViT, video; at usual batch sizes."""
 
 from dataclasses import dataclass, field
 from typing import Any
