@@ -1,4 +1,4 @@
-"""The models that are measured: the papers' Table 1, Swin, DINOv3, EVA02, video; at usual batch sizes."""
+"""The models that are measured: the papers' Table 1, Swin, DINOv3, EVA02, BEiT, MaxViT, video; at usual batch sizes."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,6 +67,9 @@ MODELS = {
     "convnext_base": Model("convnext_base", 64, channels_last=True, methods=CONVNEXT, modes=("compiled", "graphs")),
     "dinov3_base": Model("vit_base_patch16_dinov3", 256, methods=VIT, modes=("compiled",)),
     "swin_tiny": Model("swin_tiny_patch4_window7_224", 128, methods=CONVNEXT, modes=("eager", "compiled")),
+    "swinv2_tiny": Model("swinv2_tiny_window8_256", 128, 256, methods=RATIOS, modes=BOTH),
+    "beit_base": Model("beit_base_patch16_224", 64, methods=RATIOS, modes=BOTH),
+    "maxvit_tiny": Model("maxvit_tiny_tf_224", 64, methods=RATIOS, modes=BOTH),
     "eva02_base": Model("eva02_base_patch14_224", 64, methods=RATIOS, modes=BOTH),
     "video_swin_tiny": Video("swin3d_t", 16, methods=VIDEO, modes=BOTH),
     "video_swin_base": Video("swin3d_b", 8, methods=VIDEO, modes=BOTH),

@@ -153,10 +153,17 @@ def attend_normalised_backward(
         dq, dk, dv = attend_backward(do, q.y, k.y, qkv.v, o, lse, spec.softmax_scale, spec.fused)
     else:
         assert p.score_bias is not None
+        unequal = rows if cut.kept is None else None
+        n = k.y.shape[2]
+        queries = [put_head_rows(t, unequal, n) for t in (do, q.y, o)]
+        lse = put_head_rows(lse.unsqueeze(-1), unequal, n, torch.inf).squeeze(
+            -1
+        )  # what is no query has no probabilities
         dq, dk, dv, d_bias, d_padding = device_of(do).windows(do).backward(
-            do, q.y, k.y, qkv.v, o, lse, p.score_bias, padding_of(p, spec), cut, spec.softmax_scale,
-            spec.rule.key_rows, needs.score_bias,
+            queries[0], queries[1], k.y, qkv.v, queries[2], lse, p.score_bias, padding_of(p, spec), cut,
+            spec.softmax_scale, spec.rule.key_rows, needs.score_bias,
         )  # fmt: skip
+        dq = take_head_rows(dq, unequal)
     dq, dqw, dqb, dq_rope = q.backward(dq, needs.q_norm_weight, needs.q_norm_bias, needs.rope)
     dk, dkw, dkb, dk_rope = k.backward(dk, needs.k_norm_weight, needs.k_norm_bias, needs.rope)
     d_rope = None if dq_rope is None or dk_rope is None else dq_rope + dk_rope
@@ -212,6 +219,15 @@ def to_heads(x: Tensor, samples: int, heads: int) -> Tensor:
 def take_head_rows(x: Tensor, rows: R.Rows) -> Tensor:
     """The given rows of ``[B, H, N, D]``."""
     return x if rows is None else to_heads(R.take(to_rows(x), rows), x.shape[0], x.shape[1])
+
+
+def put_head_rows(x: Tensor, rows: R.Rows, n: int, beyond: float = 0.0) -> Tensor:
+    """The inverse of ``take_head_rows``: ``[B, H, N, D]`` with ``beyond`` in all other rows."""
+    if rows is None:
+        return x
+    batch, heads, _, width = x.shape
+    base = x.new_full((batch, n, heads * width), beyond)
+    return to_heads(R.flat(R.put(base, rows, R.flat(to_rows(x)))), batch, heads)
 
 
 def select_heads(p: AttentionParams, spec: AttentionSpec, heads: Tensor) -> tuple[AttentionParams, AttentionSpec]:

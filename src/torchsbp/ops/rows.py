@@ -41,6 +41,11 @@ def channels_last(x: Tensor, dim: int = 1) -> Tensor:
     return x if dim == 1 else x.movedim(1, -1)
 
 
+def channels_back(x: Tensor, dim: int = 1) -> Tensor:
+    """The inverse of ``channels_last``."""
+    return x if dim == 1 else x.movedim(-1, 1)
+
+
 def count(x: Tensor, dim: int = 1) -> int:
     """Positions per sample."""
     return math.prod(x.shape[dim : dim + x.dim() - 2])
