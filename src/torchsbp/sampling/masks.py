@@ -146,11 +146,11 @@ class Masks:
         if callable(self.sampler) or torch.compiler.is_compiling():
             return self._draw(forward)
         images = forward.images
-        depends = (forward.batch, forward.grids, forward.ratios, None if images is None else images.padded)
+        depends = forward.batch, forward.grids, forward.ratios, None if images is None else images.padded
 
         def draw(sizes: Tensor | None) -> Drawn:
-            given = None if images is None or sizes is None else images._replace(sizes=sizes)
-            return self._draw(forward._replace(images=given))
+            its = None if images is None or sizes is None else images._replace(sizes=sizes)
+            return self._draw(forward._replace(images=its))
 
         return self.captures.drawn(draw, None if images is None else images.sizes, forward.step, depends)
 
