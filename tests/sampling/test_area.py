@@ -49,7 +49,7 @@ def test_frames_are_padded_in_height_and_width_alone():
         {"sampler": "random"},
         {"per_sample": True},
         {"per_sample": "balanced"},
-        {"per_block": True},
+        {"per_block": True, "exact_downsampling": True},
         {"keep_ratio": 0.25},
     ],
 )
