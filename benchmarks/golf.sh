@@ -28,6 +28,13 @@ online scratch 5 &
 FRAMES="--sbp.preset=default --sbp.sampler=frames --sbp.per_sample=true ${SBP:-}"
 paired phases 4 5 top1 --arm "half $FRAMES --sbp.keep_ratio=0.5" --arm "quarter $FRAMES --sbp.keep_ratio=0.25" \
   -- --task.data.root="$WORK/phases" --task.model.weights="$GOLFDATA/lite2.pt" &
-paired swin 1 1 top1 -- --task.data.root="$WORK/phases" &
+swin() { # pretrained on generated motions
+  python -m torchsbp train benchmarks/golf/swin.yaml --out "$WORK/runs/motions/full_0" --task.data.source=generated \
+    --task.data.videos="${MOTIONS:-[2048, 256]}" --task.data.workers=3 --epochs=5 --eval_every=5 --optimizer.lr=1e-3 --schedule.warmup_epochs=0.5 \
+    --log.progress=false ${COMMON:-}
+  paired swin 2 1 top1 --arm "quarter $FRAMES --sbp.keep_ratio=0.25" -- --task.data.root="$WORK/phases" \
+    --task.model.weights="$WORK/runs/motions/full_0/model.safetensors" --task.model.new_head=true
+}
+swin &
 wait
 tar -C "$WORK/runs" -czf "$OUT/metrics.tar.gz" $(cd "$WORK/runs" && find . -name metrics.jsonl -o -name log.txt)
