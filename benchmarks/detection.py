@@ -7,9 +7,9 @@
 
 Images and objects are drawn once. Among the proposals there are enough near the objects for the most that heads take of
 them, a quarter, as in a trained detector; so memory is that of its largest steps. On a GPU the parts of the peak: what
-is allocated before the step (weights, optimizer, images), what the forward pass of each part adds and keeps, and the
-rest, short-lived or made in backward; and how long its kernels ran: the rest of a step's time it waited for the CPU to
-launch them. On a CPU: bytes saved for backward, by part.
+is allocated before the step (weights, optimizer, images), what the forward pass of each part adds and keeps (a compiled
+backbone is one with the pyramid), and the rest, short-lived or made in backward. And how long its kernels run: for the
+rest of a step it waits for the CPU to launch them. On a CPU: bytes saved for backward, by part.
 """
 
 import argparse
@@ -146,12 +146,12 @@ class Case:
 
     def __init__(self, setting: Setting) -> None:
         torch.manual_seed(0)
-        self.device, self.method = setting.device, METHODS[setting.method]
+        self.device, self.method, self.compiled = setting.device, METHODS[setting.method], setting.mode == "compiled"
         self.model = detector(setting.model, self.method, self.device).train()
         self.method.prepare(self.model)
         self.model.rpn = Near(self.model.rpn)  # type: ignore[assignment]
         self.model.to(self.device, memory_format=torch.channels_last)
-        if setting.mode == "compiled":
+        if self.compiled:
             compile_backbone(self.model, 1)
         images, self.sizes, targets = batch_of(setting.batch, setting.height, setting.width)
         self.images = images.to(self.device, memory_format=torch.channels_last)
@@ -196,7 +196,7 @@ class Case:
         torch.cuda.synchronize()
         before = last = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        with Watched(self.model, torch.cuda.memory_allocated) as told:
+        with Watched(self.model, self.compiled, torch.cuda.memory_allocated) as told:
             loss = self.forward()
             forward = torch.cuda.memory_allocated()
         kept = {}
@@ -224,22 +224,25 @@ class Case:
 
 
 class Watched:
-    """Reads a number whenever a part of a detector has run forward."""
+    """Reads a number whenever a part of a detector has run forward. Hooks on what is compiled would compile it anew."""
 
-    def __init__(self, model: nn.Module, read: Callable[[], int]) -> None:
-        self.model, self.read = model, read
+    def __init__(self, model: nn.Module, compiled: bool, read: Callable[[], int]) -> None:
+        self.model, self.compiled, self.read = model, compiled, read
         self.found: dict[str, int] = {}
 
     def __enter__(self) -> dict[str, int]:
-        parts = {name: title for name, title in PARTS.items() if name != "heads"}
-        self.handles = [
-            self.model.get_submodule(name).register_forward_hook(lambda *_, title=title: self.note(title))
-            for name, title in parts.items()
-        ]
+        rpn = self.model.get_submodule("rpn")
+        self.handles = [rpn.register_forward_hook(lambda *_: self.note("proposals"))]
+        if self.compiled:
+            self.handles.append(rpn.register_forward_pre_hook(lambda *_: self.note("backbone", "pyramid")))
+        else:
+            for name in ("backbone.body", "backbone"):
+                part = self.model.get_submodule(name)
+                self.handles.append(part.register_forward_hook(lambda *_, title=PARTS[name]: self.note(title)))
         return self.found
 
-    def note(self, title: str) -> None:
-        self.found[title] = self.read()
+    def note(self, *titles: str) -> None:
+        self.found |= dict.fromkeys(titles, self.read())
 
     def __exit__(self, *_: object) -> None:
         self.note("heads")

@@ -96,7 +96,8 @@ class SBPConfig:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "SBPConfig":
-        """A named configuration: "default" (ours) or "paper" (the image paper's), with any field changed."""
+        """A named configuration, with any field changed: "exact" (less memory, the gradients of full backpropagation),
+        "default" (ours) or "paper" (the image paper's)."""
         one_of("preset", name, PRESETS)
         return configured(None, PRESETS[name], changes)
 
@@ -122,9 +123,11 @@ def one_of(name: str, value: Any, allowed: Any) -> None:
 
 
 PRESETS = {
+    "exact": SBPConfig(keep_ratio=1.0),
     "default": SBPConfig(),
     "paper": SBPConfig(keep_ratio=0.5, sampler="grid", attention="qkv"),
 }
+"""The one place that says what they are; docs/study has the evidence."""
 
 
 def configured(keep_ratio: KeepRatio | None, config: SBPConfig | None, options: dict[str, Any]) -> SBPConfig:

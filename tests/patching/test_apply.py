@@ -117,7 +117,19 @@ def test_default_blocks_are_the_papers():
     assert sampled("vit_tiny_patch16_224", blocks=lambda name, block: name == "blocks.3") == {"blocks.3"}
 
 
+def test_the_exact_preset_has_the_gradients_of_full_backpropagation_and_saves_less():
+    plain = LEAN["vit"].model()
+    exact = torchsbp.apply(copy.deepcopy(plain), config=SBPConfig.preset("exact"))
+    x = images()
+    full = torchsbp.measure(plain, lambda: plain(x).sum().backward())
+    lean = torchsbp.measure(exact, lambda: exact(x).sum().backward())
+    for p, q in zip(plain.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-5, atol=1e-5 * float(p.grad.abs().max()))
+    assert lean.saved_bytes < 0.6 * full.saved_bytes
+
+
 def test_presets():
+    assert SBPConfig.preset("exact") == SBPConfig(keep_ratio=1.0)
     assert SBPConfig.preset("paper").attention == "qkv"
     assert SBPConfig.preset("default", keep_ratio=0.25) == SBPConfig(keep_ratio=0.25)
 

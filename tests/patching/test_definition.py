@@ -20,7 +20,7 @@ RATIOS = (1.0, 0.5, 0.25)
 BLOCK, SAVED = {"scope": "block"}, {"recompute": False}
 RANDOM = {"per_sample": True, "sampler": "random"}
 BALANCED = {"per_sample": "balanced", "exact_downsampling": True, "scale": "rows"}
-ROWS = {"scale": "rows", "keep_ratio": 0.25, "per_block": True}
+ROWS = {"scale": "rows", "keep_ratio": 0.25, "per_block": True, "exact_downsampling": True}
 DEPTH = {"blocks": 1.0, "keep_ratio": (0.25, 0.75), "recompute": 0.5}
 OPTIONS = {
     "lean": (BLOCK, SAVED, SAVED | BLOCK, RANDOM, BALANCED, ROWS | SAVED, DEPTH),

@@ -69,12 +69,22 @@ def test_bad_options(options, message):
     refuse(options, ValueError, message)
 
 
+@pytest.mark.parametrize(
+    "options, found", [({"scale": "rows"}, 'scale="rows"'), ({"per_block": True}, "per_block=True")]
+)
+def test_sampled_downsampling_layers_that_would_gate_twice(options, found):
+    model = tiny_convnext()
+    with pytest.raises(ValueError, match=rf"downsample: {found} can't be combined with .* add exact_downsampling=True"):
+        torchsbp.apply(model, **options)
+    torchsbp.apply(model, exact_downsampling=True, **options)
+
+
 def test_unknown_option():
     refuse({"ratio": 0.5}, TypeError, r"unknown option ratio; allowed: keep_ratio, sampler, attention")
 
 
 def test_unknown_preset():
-    with pytest.raises(ValueError, match=r"preset='papers' is not allowed; allowed: 'default', 'paper'"):
+    with pytest.raises(ValueError, match=r"preset='papers' is not allowed; allowed: 'exact', 'default', 'paper'"):
         SBPConfig.preset("papers")
 
 

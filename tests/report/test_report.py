@@ -263,3 +263,22 @@ def test_lines_that_are_no_metrics_are_left_out(tmp_path):
     ]
     path.write_bytes(b"\n".join([*strange, path.read_bytes()]))
     assert rows([read(folder)]) == expected
+
+
+def test_studies_are_sections_beside_runs(runs, tmp_path, capsys):
+    folder = tmp_path / "studies"
+    folder.mkdir()
+    (folder / "masks.jsonl").write_text("{}\n")
+    (folder / "masks.md").write_text("| sampler | seen |\n| --- | --- |\n| <grid> | 0.5 |\n\nsaid & done\n")
+    (folder / "masks_vit.svg").write_text("<svg>masks</svg>")
+    page = tmp_path / "page.html"
+    assert main(["report", str(folder), str(runs[0]), "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "<h2>studies: masks</h2>" in text
+    assert "<svg>masks</svg>" in text
+    assert "<td>&lt;grid&gt;</td><td>0.5</td>" in text
+    assert "<p>said &amp; done</p>" in text
+    assert "full_0" in text
+    assert "studies: masks" in capsys.readouterr().out
+    assert main(["report", str(folder), "--html", str(page)]) == 0
+    assert "Settings" not in page.read_text()

@@ -1,131 +1,118 @@
-"""The contest end to end at toy size, and its parts."""
-
-import json
+"""The contest end to end at toy size, and its tables."""
 
 import numpy as np
 import pytest
-import torch
 
-from torchsbp.cli.main import main
-from torchsbp.study import contest
-from torchsbp.study.augment import Augment, jittered, mixed, warped, with_hole
-from torchsbp.study.contest import ARMS
-from torchsbp.study.training import MODELS, Data, Run, Settings, schedule, train
+from torchsbp.study import contest, speed
+from torchsbp.study.plan import Plan
+
+from .commands import rows_of, study
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Two classes, dark and light."""
-    path, random = tmp_path_factory.mktemp("data") / "images.npz", np.random.default_rng(0)
-    arrays = {}
-    for part, n in (("train", 64), ("test", 32)):
-        y = random.integers(0, 2, n)
-        x = random.integers(0, 100, (n, 32, 32, 3)) + 130 * y[:, None, None, None]
-        arrays |= {f"x_{part}": x.astype(np.uint8), f"y_{part}": y}
-    np.savez(path, **arrays)
-    return path
-
-
-def study(data, out, *more):
-    arguments = ["--data", str(data), "--out", str(out), "--toy", "--eager", "--batch", "16", "--epochs", "2"]
-    return main(["study", "contest", *arguments, *more])
-
-
-def test_a_contest_runs_resumes_and_draws_its_table(data, tmp_path, capfd):
-    arms = "full;mlp rows 0.25;down exact, rows 0.5"  # the last is not for ViTs
-    assert study(data, tmp_path, "--models", "vit", "--arms", arms, "--seeds", "1", "--jobs", "2") == 0
-    rows = [json.loads(line) for line in (tmp_path / "contest.jsonl").read_text().splitlines()]
-    assert {row["run"] for row in rows if row["epoch"] == 2} == {"vit, full, seed 0", "vit, mlp rows 0.25, seed 0"}
+def test_a_contest_runs_resumes_and_draws_its_tables(data, tmp_path, capfd):
+    arms = "full;exact;mlp rows 0.25;down exact, rows 0.5"  # the last is not for ViTs; exact is full's twin
+    options = ["--models", "vit", "--arms", arms, "--epochs", "1,2"]
+    assert study("contest", data, tmp_path, *options) == 0
+    rows = rows_of("contest", tmp_path)
+    assert {(row["arm"], row["epochs"]) for row in rows if "done" in row} == {
+        ("full", 1), ("full", 2), ("mlp rows 0.25", 1), ("mlp rows 0.25", 2),
+    }  # fmt: skip
     table = (tmp_path / "contest.md").read_text()
     assert "| vit | mlp rows 0.25 | 2 | " in table
-    assert table in capfd.readouterr().out + "\n"
-    assert study(data, tmp_path, "--models", "vit", "--arms", "full", "--seeds", "1") == 0
-    assert len((tmp_path / "contest.jsonl").read_text().splitlines()) == len(rows)
+    assert "No table at equal time" in table
+    assert table in capfd.readouterr().out
+    assert (tmp_path / "contest.svg").read_text().startswith("<svg xmlns=")
+    assert study("contest", data, tmp_path, *options) == 0
+    assert len(rows_of("contest", tmp_path)) == len(rows)
+
+
+def test_several_runs_at_once_are_processes_of_their_own(data, tmp_path):
+    options = ["--models", "vit", "--arms", "full;grid 0.5", "--epochs", "1", "--jobs", "2"]
+    assert study("contest", data, tmp_path, *options) == 0
+    rows = rows_of("contest", tmp_path)
+    assert {row["arm"] for row in rows if "done" in row} == {"full", "grid 0.5"}
+    (mine,) = (row["loss"] for row in rows if row["arm"] == "full" and "loss" in row)
+    assert study("contest", data, tmp_path / "here", *options[:-1], "0", "--arms", "full") == 0
+    assert [row["loss"] for row in rows_of("contest", tmp_path / "here") if "loss" in row] == [pytest.approx(mine)]
+
+
+def test_speed_is_measured_alone_with_all_arms(data, tmp_path):
+    arms = "full;exact;checkpoint;batch ½;patches ½"
+    assert study("speed", data, tmp_path, "--models", "vit", "--arms", arms) == 0
+    found = {row["arm"]: row for row in rows_of("speed", tmp_path) if "ms" in row}
+    assert list(found) == arms.split(";")
+    assert all(row["ms"] > 0 for row in found.values())
+    assert found["batch ½"]["steps"] == 2 * found["full"]["steps"] == 8
+    assert "| vit | full | " in (tmp_path / "speed.md").read_text()
+
+
+def test_other_settings_in_one_folder_are_refused(data, tmp_path, capfd):
+    options = ["--models", "vit", "--arms", "full", "--epochs", "1"]
+    assert study("contest", data, tmp_path, *options) == 0
+    assert study("contest", data, tmp_path, *options, "--images", "32") == 2
+    assert "has results of contest with images 0; use the same, or another --out" in capfd.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_failure_is_told_and_the_others_go_on(data, tmp_path):
     with np.load(data) as arrays:
         np.savez(tmp_path / "wrong.npz", **{**arrays, "x_test": arrays["x_test"][:, :, :, :2]})
-    assert study(tmp_path / "wrong.npz", tmp_path, "--models", "vit", "--arms", "full", "--seeds", "1") == 0
-    (row,) = contest.read(tmp_path / "contest.jsonl")
+    assert study("contest", tmp_path / "wrong.npz", tmp_path, "--models", "vit", "--arms", "full", "--epochs", "1") == 0
+    (row,) = rows_of("contest", tmp_path)
     assert row["error"].startswith("RuntimeError")
-    assert f"vit, full, seed 0: {row['error']}" in (tmp_path / "contest.md").read_text()
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_full_backpropagation_and_ratio_one_train_the_same_model(data, model):
-    settings = Settings(epochs=2, batch=16, compile=False, toy=True, evaluations=2)
-    runs = Run(model, "full", 0), Run(model, "exact", 0, ARMS["exact"])
-    images = Data.load(data, torch.device("cpu"))
-    full, exact = ([row["loss"] for row in train(run, settings, images)] for run in runs)
-    assert len(full) == 2
-    assert exact == pytest.approx(full, rel=2e-3)
-
-
-@pytest.mark.parametrize("model, arm", [(its.model, its.arm) for its in contest.runs(list(MODELS), list(ARMS), [0])])
-def test_every_arm_runs(data, model, arm):
-    settings = Settings(epochs=1, batch=32, compile=False, toy=True, evaluations=1)
-    (row,) = train(Run(model, arm, 0, ARMS[arm]), settings, Data.load(data, torch.device("cpu")))
-    assert 0 <= row["accuracy"] <= 100
-    assert 0.3 < row["loss"] < 3
+    assert f"{row['run']}: {row['error']}" in (tmp_path / "contest.md").read_text()
 
 
 def test_unknown_names_are_refused(data, tmp_path, capfd):
-    assert study(data, tmp_path, "--arms", "half") == 2
+    assert study("contest", data, tmp_path, "--arms", "half") == 2
     assert "unknown arms: half; allowed: full; exact;" in capfd.readouterr().err
-    assert study(tmp_path / "none.npz", tmp_path) == 1
+    assert study("contest", tmp_path / "none.npz", tmp_path) == 1
 
 
-def test_arms_that_are_stopped_early_are_pairs():
-    found = contest.runs(["vit", "convnext"], ["full", "mlp 0.5"], range(2))
-    assert [run.name for run in found[:3]] == ["vit, full, seed 0", "convnext, full, seed 0", "vit, mlp 0.5, seed 0"]
+def test_what_is_stopped_early_has_pairs():
+    found = contest.jobs(Plan(("vit", "convnext"), ("full", "exact", "mlp 0.5"), seeds=2))
+    assert [(run.model, run.arm) for run in found[:3]] == [("vit", "full"), ("convnext", "full"), ("vit", "mlp 0.5")]
     assert {run.seed for run in found[3:]} == {1}
 
 
-def test_the_table_compares_pairs():
-    results = [("full", 0, 2, 80.0), ("full", 1, 2, 82.0), ("rows 0.5", 0, 1, 50.0), ("rows 0.5", 0, 2, 79.5)]
-    rows = [
-        {"model": "vit", "arm": arm, "seed": seed, "epoch": epoch, "accuracy": accuracy, "seconds": 4.0}
-        | {"peak_bytes": 100 if arm == "full" else 25}
-        for arm, seed, epoch, accuracy in results
+def rows_by_hand():
+    """Full backpropagation takes 10 s an epoch, "rows 0.5" 8; one learning rate suits it better than the other."""
+    results = [
+        ("full", lr, seed, epochs, 80 + seed + epochs / 10) for lr in (1,) for seed in (0, 1) for epochs in (10, 40)
     ]
-    assert "| vit | rows 0.5 | 2 | 79.5 | 79.50 | -0.50 (1) | 0.25× | 2.0 |" in contest.table(rows)
+    results += [("rows 0.5", lr, seed, epochs, 79 + lr + seed + epochs / 10) for lr in (0.5, 1.5) for seed in (0, 1) for epochs in (10, 40)]  # fmt: skip  # noqa: E501
+    rows = [
+        {"study": "contest", "run": f"{its[:4]}", "model": "vit", "arm": its[0], "lr": its[1], "drop_path": 0.1}
+        | {"seed": its[2], "epochs": its[3], "epoch": its[3], "accuracy": its[4]}
+        for its in results
+    ]
+    for arm, ms in (("full", 100.0), ("exact", 110.0), ("rows 0.5", 80.0)):
+        speeds = {"ms": ms, "steps": 100, "peak_bytes": 100 if arm == "full" else 25}
+        rows.append({"study": "speed", "run": arm, "model": "vit", "arm": arm} | speeds)
+    return rows
 
 
-def test_the_schedule_warms_up_and_ends_at_zero():
-    assert [round(schedule(p, 0.1), 4) for p in (0, 0.05, 0.1, 0.55, 1)] == [0, 0.5, 1, 0.5, 0]
+def test_the_table_compares_pairs_with_the_learning_rate_that_suits_an_arm():
+    table = contest.equal_epochs(rows_by_hand())
+    assert "| vit | rows 0.5 | 40 | 84.5, 85.5 | 85.00 | +0.50 ± 0.00 (2) |" in table
+    assert "| vit | full | 10 | 81.0, 82.0 | 81.50 | +0.00 ± 0.00 (2) |" in table
 
 
-def generator():
-    return torch.Generator().manual_seed(0)
+def test_at_equal_time_a_faster_arm_has_more_epochs():
+    """In 200 s: 20 epochs of full, 18.18 exact, 25 of the arm; accuracy grows by 1.5 with every doubling."""
+    table = contest.equal_time(rows_by_hand())
+    assert "| vit | 200 | full | 20.0 | 83.00 | +0.21 ± 0.00 (2) | 1.00× |" in table
+    assert "| vit | 200 | exact | 18.2 | 82.79 | +0.00 ± 0.00 (2) | 0.25× |" in table
+    assert "| vit | 200 | rows 0.5 | 25.0 | 83.98 | +1.19 ± 0.00 (2) | 0.25× |" in table
 
 
-def test_the_same_generator_gives_the_same_images():
-    x, y = torch.rand(8, 3, 16, 16), torch.arange(8) % 2
-    a, b = (Augment()(x, y, 2, generator()) for _ in range(2))
-    assert torch.equal(a[0], b[0])
-    assert torch.equal(a[1], b[1])
-    torch.testing.assert_close(a[1].sum(1), torch.ones(8))
+def test_lengths_beyond_those_that_were_run_are_not_guessed():
+    curve = {10: 80.0, 40: 84.0}
+    assert contest.at(curve, 20) == pytest.approx(82)
+    assert contest.at(curve, 40) == 84
+    assert contest.at(curve, 41) is None
+    assert contest.at(curve, 9) is None
 
 
-def test_images_that_are_not_turned_keep_their_pixels():
-    x = torch.rand(32, 3, 8, 8)
-    for before, after in zip(x, warped(x, 0, 0.0, generator()), strict=True):
-        assert min((after - before).abs().max(), (after - before.flip(2)).abs().max()) < 1e-5
-
-
-def test_holes_are_squares_of_the_given_side():
-    holes = (with_hole(torch.ones(200, 3, 16, 16), 0.5, generator())[:, 0] == 0.5).sum((1, 2))
-    assert holes.max() == 64
-    assert holes.min() >= 16
-
-
-def test_jitter_of_nothing_is_nothing_and_mixing_keeps_means():
-    x, targets = torch.rand(64, 3, 4, 4), torch.rand(64, 5)
-    torch.testing.assert_close(jittered(x, 0.0, generator()), x)
-    images, labels = mixed(x, targets, 1.0, generator())
-    assert not torch.equal(images, x)
-    part = (labels - targets).abs().sum()
-    assert part > 0
-    assert all(torch.equal(a, b) for a, b in zip(mixed(x, targets, 0.0, generator()), (x, targets), strict=True))
+def test_speed_is_relative_to_full_backpropagation():
+    assert "| vit | rows 0.5 | 80.00 | 8.00 | 1.25× | 0.25× |" in speed.table(rows_by_hand())

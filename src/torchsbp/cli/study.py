@@ -1,88 +1,134 @@
-"""``torchsbp study contest``, ``torchsbp study gradients``: arms against each other on small models."""
+"""``torchsbp study NAME``: small experiments, resumable, several runs at once; each draws its figure."""
 
 import argparse
 import json
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..errors import DataError, UsageError
-from ..study import contest, gradients, pool
-from ..study.training import MODELS, Data, Row, Settings
+from ..report.sheet import sheet
+from ..study import STUDIES, pool, results
+from ..study.arms import ARMS
+from ..study.models import MODELS, SIZES
+from ..study.plan import Plan
+from ..study.training import Data, Place, Row, Settings, trained
 
 PURPOSE = "small experiments: ways to take gradients, against each other"
 
 
 def run(argv: list[str]) -> None:
-    """Small models from scratch, with and without SBP. contest: train them, with paired seeds, several at once.
-    gradients: bias and variance at the weights that full backpropagation reaches."""
+    """Small models from scratch, with and without SBP. The papers' figures: gradients (at fixed weights), trajectory
+    (along training), similarity (of neighbours), accuracy (over grids), masks. Ours: contest (accuracy at equal epochs
+    and at equal time), and speed, which it needs."""
     args = arguments(argv)
-    for what, given, known in (("models", args.models, MODELS), ("arms", args.arms, contest.ARMS)):
+    for what, given, known in (("models", args.models, MODELS), ("arms", args.arms, ARMS)):
         unknown = [name for name in given if name not in known]
         if unknown:
             raise UsageError(f"unknown {what}: {'; '.join(unknown)}; allowed: {'; '.join(known)}")
-    if not args.data.is_file():
+    study = STUDIES[args.name]
+    if study.needs_data and not (args.data and args.data.is_file()):
         raise DataError(f"{args.data} is not a file; --data is an .npz file with x_train, y_train, x_test, y_test")
-    settings = Settings(args.epochs, args.batch, args.lr, compile=not args.eager, toy=args.toy)
+    plan = Plan(args.models, args.arms, args.seeds, args.epochs, args.lr, args.drop_path)
+    settings = Settings(args.batch, compile=not args.eager, size=args.size, masks=args.masks, images=args.images)
+    place = Place(args.data, args.out)
     args.out.mkdir(parents=True, exist_ok=True)
-    results, study = args.out / f"{args.name}.jsonl", STUDIES[args.name]
-    with results.open("a") as file:
-        for row in study(args, settings, contest.read(results)):
-            print(json.dumps(row | {"settings": asdict(settings), **machine()}), file=file, flush=True)
-            print(json.dumps(row), flush=True)
-    table = contest.table if args.name == "contest" else gradients.table
-    found = table(contest.read(results))
-    (args.out / f"{args.name}.md").write_text(found + "\n")
-    print(found)
+    left = not_done(args.name, study.jobs(plan), settings, args.out)
+    if study.at_trained_weights and left:
+        for model in dict.fromkeys(its.model for its in left):
+            trained(model, settings, Data.load(args.data, settings.images), args.out, max(plan.epochs))
+    about = {"study": args.name, "settings": asdict(settings), **machine()}
+    with (args.out / f"{args.name}.jsonl").open("a", encoding="utf-8") as file:
+        for row in pool.execute(
+            study.work, left, settings, place, min(1, args.jobs) if study.alone else args.jobs, args.seconds
+        ):
+            print(json.dumps(about | row), file=file, flush=True)
+            print(told(row), flush=True)
+    print(written(args.name, args.out))
+
+
+def not_done(name: str, runs: list[Any], settings: Settings, out: Path) -> list[Any]:
+    """The runs that have not ended well yet; an error if results of other settings are there."""
+    before = [row for row in results.read(out) if row["study"] == name]
+    now = json.loads(json.dumps(asdict(settings)))
+    other = next((row["settings"] for row in before if row["settings"] != now), None)
+    if other is not None:
+        differ = ", ".join(f"{key} {other.get(key)!r}" for key in now if other.get(key) != now[key])
+        raise UsageError(f"{out} has results of {name} with {differ}; use the same, or another --out")
+    done = {row["run"] for row in before if "done" in row}
+    return [its for its in runs if its.name not in done]
+
+
+def told(row: Row) -> str:
+    """A line about a row: how far its run is, and numbers."""
+    numbers = [f"{key} {row[key]:.4g}" for key in ("epoch", "accuracy", "agreement", "loss", "ms") if key in row]
+    return f"{row['run']}: {row.get('error') or ', '.join(numbers) or ('done' if 'done' in row else 'found')}"
+
+
+def written(name: str, out: Path) -> str:
+    """The tables of a study, written with its figures to the folder."""
+    rows = results.read(out)
+    text = tables(name, rows)
+    (out / f"{name}.md").write_text(text, encoding="utf-8")
+    for file, figure in figures(name, rows).items():
+        (out / file).write_text(figure, encoding="utf-8")
+    return text
+
+
+def tables(name: str, rows: list[Row]) -> str:
+    """What the papers found and we find, the study's own tables, and what failed."""
+    study = STUDIES[name]
+    done = {row["run"] for row in rows if row["study"] == name and "done" in row}
+    failed = {row["run"]: row["error"] for row in rows if row["study"] == name and "error" in row}
+    findings = study.findings(rows)
+    parts = [results.findings_table(findings)] if findings else []
+    parts += [study.table(rows), *(f"{run}: {error}" for run, error in failed.items() if run not in done)]
+    return "\n\n".join(parts) + "\n"
+
+
+def figures(name: str, rows: list[Row]) -> dict[str, str]:
+    """File name -> SVG."""
+    sheets = STUDIES[name].drawings(rows).items()
+    return {f"{name}{f'_{part}' if part else ''}.svg": sheet(drawings) for part, drawings in sheets if drawings}
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     defaults = Settings()
     parser = argparse.ArgumentParser("torchsbp study", description=run.__doc__)
     parser.add_argument("name", choices=STUDIES)
-    parser.add_argument("--data", type=Path, required=True, help=".npz: x_train [N, H, W, 3], y_train, x_test, y_test")
+    parser.add_argument("--data", type=Path, help=".npz: x_train [N, H, W, 3], y_train, x_test, y_test")
     parser.add_argument(
-        "--out", type=Path, required=True, help="folder for NAME.jsonl and NAME.md; started again, it goes on"
+        "--out", type=Path, required=True, help="folder for NAME.jsonl, NAME.md and figures; started again, it goes on"
     )
-    parser.add_argument("--models", type=listed(","), default=["vit", "convnext"], help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--models", type=listed(",", str), default=("vit", "convnext"), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--arms", type=listed(";", str), default=(), help=f"of {'; '.join(ARMS)}", metavar="ARM;ARM")
+    parser.add_argument("--epochs", type=listed(",", int), default=(40,), help="a contest trains for each of them")
     parser.add_argument(
-        "--arms", type=listed(";"), default=list(contest.ARMS), help=f"of {'; '.join(contest.ARMS)}", metavar="ARM;ARM"
+        "--lr", type=listed(",", float), default=(1.0,), help="times each model's own; a contest tries all"
     )
-    parser.add_argument("--epochs", type=int, default=defaults.epochs)
+    parser.add_argument(
+        "--drop-path", type=listed(",", float), default=(0.1,), help="stochastic depth; a contest tries all"
+    )
+    parser.add_argument("--seeds", type=int, default=1, help="how many")
     parser.add_argument("--batch", type=int, default=defaults.batch)
-    parser.add_argument("--lr", type=float, default=1.0, help="times each model's own")
+    parser.add_argument("--images", type=int, default=0, help="the first so many; 0: all")
+    parser.add_argument("--masks", type=int, default=defaults.masks, help="to compare gradients by")
+    parser.add_argument(
+        "--size", choices=SIZES, default=defaults.size, help="of the models: small for a CPU, toy for a test"
+    )
     parser.add_argument("--eager", action="store_true", help="do not compile")
-    parser.add_argument("--toy", action="store_true", help="models of a few blocks, to see that it runs")
-    parser.add_argument("--seeds", type=int, default=2, help="of a contest: how many")
-    parser.add_argument("--jobs", type=int, default=1, help="of a contest: runs at once")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="of a contest: for everything")
-    parser.add_argument("--masks", type=int, default=16, help="of gradients: how many to compare")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once; 0: one after the other, in this process")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="for everything: then it ends")
     return parser.parse_args(argv)
 
 
-def run_contest(args: argparse.Namespace, settings: Settings, before: list[Row]) -> Iterable[Row]:
-    finished = contest.done(before, settings.epochs)
-    left = [its for its in contest.runs(args.models, args.arms, range(args.seeds)) if its.name not in finished]
-    return pool.execute(left, settings, args.data, args.jobs, args.seconds)
-
-
-def run_gradients(args: argparse.Namespace, settings: Settings, before: list[Row]) -> Iterable[Row]:
-    data = Data.load(args.data, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    finished = {(row["model"], row["arm"]) for row in before}
-    for model in args.models:
-        arms = [its.arm for its in contest.runs([model], args.arms, [0]) if (model, its.arm) not in finished]
-        yield from gradients.compare(model, arms, settings, data, args.masks)
-
-
-STUDIES = {"contest": run_contest, "gradients": run_gradients}
-
-
-def listed(separator: str) -> Callable[[str], list[str]]:
-    return lambda text: [name.strip() for name in text.split(separator) if name.strip()]
+def listed(separator: str, kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    return lambda text: tuple(kind(name.strip()) for name in text.split(separator) if name.strip())
 
 
 def machine() -> dict[str, str]:

@@ -52,6 +52,8 @@ def survey(model: nn.Module, adapter: Adapter, layout: Layout, config: SBPConfig
                 found[-1].problems.append(f"{name} is {classes}")
             else:
                 found[-1].problems += problems_of(found[-1], found[:-1], config)
+                if is_sampled and name == stage.downsample:
+                    found[-1].problems += gated_twice(name, config)
             depth += is_sampled and name in stage.blocks
     return [its for its in found if its.problems or not isinstance(its.description, Plain)]
 
@@ -66,6 +68,16 @@ def problems_of(its: Found, before: list[Found], config: SBPConfig) -> list[str]
         allowed = ", ".join(repr(rule) for rule in its.description.rules)
         problems.append(f"{its.name}: attention={config.attention!r} is not allowed here; allowed: {allowed}")
     return problems
+
+
+def gated_twice(name: str, config: SBPConfig) -> Iterator[str]:
+    """No residual path leads around a down-sampling layer: it gates all that is below, and so does the next one."""
+    given = ['scale="rows"'] * (config.scale == "rows") + ["per_block=True"] * config.per_block
+    if given:
+        yield (
+            f"{name}: {' and '.join(given)} can't be combined with sampled down-sampling layers: each of them scales "
+            "or cuts the whole gradient below it again; add exact_downsampling=True"
+        )
 
 
 def name_taken(name: str, module: nn.Module) -> Iterator[str]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from statistics import mean
+from typing import NamedTuple
 
 from ..train.record import Metric
 from .runs import Point, Run, metrics_of, repetitions, units_of
@@ -59,46 +60,86 @@ def thinned(points: list[Point], most: int = 400) -> list[Point]:
     return [(mean(x for x, _ in chunk), mean(y for _, y in chunk)) for chunk in chunks]
 
 
+class Drawing(NamedTuple):
+    """A chart: what is in its picture, how high that is, and (name, number) of the series to explain beside it;
+    ``joined``: their points are."""
+
+    title: str
+    unit: str
+    parts: list[str]
+    height: int
+    key: tuple[tuple[str, int], ...] = ()
+    joined: bool = True
+
+
 def chart(title: str, unit: str, series: Sequence[Series], from_zero: bool = False) -> str:
-    """Lines over epochs."""
+    """Lines over epochs; "" without points. The page explains them once for all its charts."""
+    drawing = curves(title, unit, series, "epoch", from_zero)
+    return figure(drawing.title, drawing.unit, drawing.parts, drawing.height) if drawing.key else ""
+
+
+def curves(
+    title: str,
+    unit: str,
+    series: Sequence[Series],
+    below: str,
+    from_zero: bool = False,
+    names: Sequence[str] = (),
+    joined: bool = True,
+) -> Drawing:
+    """Lines over a quantity, or, with ``names``, over 0, 1, …, which are called that."""
     shown = [Series(s.name, s.number, thinned(s.points)) for s in series if s.points]
     if not shown:
-        return ""
+        return Drawing(title, unit, [], 0)
     xs, ys = ([p[i] for s in shown for p in s.points] for i in (0, 1))
-    right = max(xs) or 1.0
+    first, right = (-0.5, len(names) - 0.5) if names else (0.0, max(xs) or 1.0)
     low, high = (0.0 if from_zero else min(ys)), max(ys)
     low, high = (low, high) if high > low else (low - 0.5, high + 0.5)
     padding = 0 if from_zero else 0.04 * (high - low)
     low, high = low - padding, high + 0.04 * (high - low)
 
     def x(value: float) -> float:
-        return round(LEFT + value / right * (WIDTH - LEFT - RIGHT), 1)
+        return round(LEFT + (value - first) / (right - first) * (WIDTH - LEFT - RIGHT), 1)
 
     def y(value: float) -> float:
         return round(HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - BOTTOM - TOP), 1)
 
-    def text(a: float, b: float, content: str, anchor: str) -> str:
-        return f'<text class="tick" x="{a}" y="{b}" text-anchor="{anchor}">{content}</text>'
-
     foot = HEIGHT - BOTTOM
-    parts = []
-    beside, below = ticks(low, high), ticks(0, right)
-    for tick in beside:
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick)}" y2="{y(tick)}"/>')
-        parts.append(text(LEFT - 8, y(tick) + 4, label(tick, decimals_of(beside)), "end"))
-    parts += [text(x(tick), foot + 18, label(tick, decimals_of(below)), "middle") for tick in below]
+    parts = axes(ticks(low, high), y)
+    marks = dict(enumerate(names)) if names else dict.fromkeys(ticks(0, right), "")
+    decimals = decimals_of([*marks])
+    crowded = 6.5 * max(map(len, names), default=0) > (WIDTH - LEFT - RIGHT) / max(1, len(names))
+    lines = [foot + 18 + 14 * (crowded and i % 2) for i in range(len(marks))]  # every other name a line lower
+    parts += [
+        tick_text(x(at), line, escape(name) or label(at, decimals), "middle")
+        for line, (at, name) in zip(lines, marks.items(), strict=True)
+    ]
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{foot}" y2="{foot}"/>')
-    parts.append(text(WIDTH - RIGHT, HEIGHT - 6, "epoch", "end"))
+    parts.append(tick_text(WIDTH - RIGHT, HEIGHT - 6, below, "end"))
     for s in shown:
         path = " ".join(f"{x(a)},{y(b)}" for a, b in s.points)
         hint = f"<title>{escape(s.name)}: {s.points[-1][1]:.4g}</title>"
-        parts.append(f'<polyline class="line {style(s.number)}" points="{path}">{hint}</polyline>')
+        if joined:
+            parts.append(f'<polyline class="line {style(s.number)}" points="{path}">{hint}</polyline>')
         if len(s.points) <= 40:
             parts += [
-                mark(s.number, x(a), y(b), f"<title>{escape(s.name)}, epoch {a:g}: {b:.4g}</title>")
+                mark(s.number, x(a), y(b), f"<title>{escape(s.name)}, {below} {a:g}: {b:.4g}</title>")
                 for a, b in s.points
             ]
-    return figure(title, unit, parts, HEIGHT)
+    return Drawing(title, unit, parts, HEIGHT, tuple((s.name, s.number) for s in shown), joined)
+
+
+def tick_text(x: float, y: float, content: str, anchor: str) -> str:
+    return f'<text class="tick" x="{x}" y="{y}" text-anchor="{anchor}">{content}</text>'
+
+
+def axes(beside: Sequence[float], y: Callable[[float], float]) -> list[str]:
+    """Lines across, with their values."""
+    parts = []
+    for tick in beside:
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick)}" y2="{y(tick)}"/>')
+        parts.append(tick_text(LEFT - 8, y(tick) + 4, label(tick, decimals_of(beside)), "end"))
+    return parts
 
 
 def bars(title: str, unit: str, values: Sequence[tuple[str, int, float | None]]) -> str:

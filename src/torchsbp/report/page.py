@@ -8,14 +8,27 @@ from pathlib import Path
 
 from .charts import COLOURS, charts, mark, numbers_of, style
 from .runs import Run
+from .studies import Results
+from .studies import sections as study_sections
 from .tables import rows
 
-STYLE = """
+COLOUR_STYLE = """
 :root { color-scheme: light dark; --page: #f7f7f5; --card: #fff; --ink: #1c1d1f; --soft: #6a6e74; --rule: #e3e4e1;
   --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #cc79a7; --c4: #b58900; --c5: #4b9fd5; --c6: #7a5195; --c7: #555; }
 @media (prefers-color-scheme: dark) { :root { --page: #15171a; --card: #1e2125; --ink: #e8e9ea; --soft: #9aa0a8;
   --rule: #33373d; --c0: #56b4e9; --c1: #ff9d5c; --c2: #3fd0a4; --c3: #e8a5cb; --c4: #f0c94a; --c5: #8fc7ee;
   --c6: #b697d6; --c7: #bbb; } }
+"""
+CHART_STYLE = """
+.grid { stroke: var(--rule); } .axis { stroke: var(--soft); }
+.tick { fill: var(--soft); font-size: 12px; } .name { fill: var(--ink); font-size: 13px; }
+.line { fill: none; stroke: var(--c); stroke-width: 1.8; stroke-linejoin: round; } .dot, .bar { fill: var(--c); }
+.d1 { stroke-dasharray: 7 3; } .d2 { stroke-dasharray: 2 3; } .d3 { stroke-dasharray: 9 3 2 3; }
+""" + "".join(f".c{i} {{ --c: var(--c{i}); }}\n" for i in range(COLOURS))
+STYLE = (
+    COLOUR_STYLE
+    + CHART_STYLE
+    + """
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 2.5rem 1.5rem; max-width: 1180px; background: var(--page); color: var(--ink);
   font: 16px/1.5 system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
@@ -33,25 +46,27 @@ figure { margin: 0; padding: 1rem 1rem .6rem; background: var(--card); border: 1
   border-radius: 10px; }
 figcaption { font-weight: 600; margin-bottom: .4rem; } figcaption small { color: var(--soft); font-weight: 400; }
 svg, img { display: block; width: 100%; height: auto; }
-.grid { stroke: var(--rule); } .axis { stroke: var(--soft); }
-.tick { fill: var(--soft); font-size: 12px; } .name { fill: var(--ink); font-size: 13px; }
-.line { fill: none; stroke: var(--c); stroke-width: 1.8; stroke-linejoin: round; } .dot, .bar { fill: var(--c); }
-.d1 { stroke-dasharray: 7 3; } .d2 { stroke-dasharray: 2 3; } .d3 { stroke-dasharray: 9 3 2 3; }
 details { margin-top: 1rem; } summary { cursor: pointer; }
 pre { overflow-x: auto; padding: 1rem; background: var(--card);
   border: 1px solid var(--rule); border-radius: 10px; font-size: .82rem; }
-""" + "".join(f".c{i} {{ --c: var(--c{i}); }}\n" for i in range(COLOURS))
+"""
+)
 
 
-def html(runs: Sequence[Run], title: str) -> str:
+def html(runs: Sequence[Run], title: str, studies: Sequence[Results] = ()) -> str:
     """One page, nothing outside it."""
     where = sorted({about(run) for run in runs} - {""})
+    of_runs = (
+        f'<div class="scroll">{table(runs)}</div><div class="grid-of">{charts(runs)}</div>{sections(runs)}'
+        if runs
+        else ""
+    )
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
         f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1><p>{escape('; '.join(where))}</p>"
-        f'<div class="scroll">{table(runs)}</div><div class="grid-of">{charts(runs)}</div>{sections(runs)}'
-        f"<h2>Settings</h2>{settings(runs)}</body></html>\n"
+        f"{of_runs}{study_sections(studies)}"
+        f"{f'<h2>Settings</h2>{settings(runs)}' if runs else ''}</body></html>\n"
     )
 
 

@@ -79,7 +79,7 @@ class Captured(NamedTuple):
     sizes: Tensor | None
 
     def drawn(self, sizes: Tensor | None) -> Any:
-        if self.sizes is not None:
+        if self.sizes is not None and sizes is not None:
             self.sizes.copy_(sizes)
         self.graph.replay()
         return self.packed.copy()

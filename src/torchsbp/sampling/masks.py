@@ -145,12 +145,14 @@ class Masks:
         """Drawn; by a graph where the sampler is ours."""
         if callable(self.sampler) or torch.compiler.is_compiling():
             return self._draw(forward)
-        sizes, padded = forward.images or (None, None)
+        images = forward.images
+        depends = forward.batch, forward.grids, forward.ratios, None if images is None else images.padded
 
         def draw(sizes: Tensor | None) -> Drawn:
-            return self._draw(forward._replace(images=None if sizes is None else Images(sizes, padded)))
+            its = None if images is None or sizes is None else images._replace(sizes=sizes)
+            return self._draw(forward._replace(images=its))
 
-        return self.captures.drawn(draw, sizes, forward.step, (forward.batch, forward.grids, forward.ratios, padded))
+        return self.captures.drawn(draw, None if images is None else images.sizes, forward.step, depends)
 
     def _draw(self, forward: Forward) -> Drawn:
         assert forward.ratios is not None

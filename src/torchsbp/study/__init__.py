@@ -1,1 +1,46 @@
-"""Studies of the method: gradient similarity and norms, agreement, sweeps. Over the public API alone."""
+"""Studies of the method, over the public API. A study is a module: jobs, work, table, drawings, findings."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from ..report.charts import Drawing
+from . import accuracy, contest, gradients, masks, similarity, speed, trajectory
+from .plan import Plan
+from .results import Finding
+from .training import Place, Row, Run, Settings
+
+
+def none(rows: list[Row]) -> list[Finding]:
+    """The papers have nothing like it."""
+    return []
+
+
+class Study(NamedTuple):
+    """- ``jobs``: what to run; ``work``: one run, in a process of its own.
+    - ``table``, ``drawings`` (by the part of the file's name), ``findings``: of all rows of a folder.
+    - ``at_trained_weights``: its runs begin from weights that are trained first; ``alone``: they run one at a time."""
+
+    jobs: Callable[[Plan], list[Run]]
+    work: Callable[[Run, Settings, Place], Iterator[Row]]
+    table: Callable[[list[Row]], str]
+    drawings: Callable[[list[Row]], dict[str, list[Drawing]]]
+    findings: Callable[[list[Row]], list[Finding]] = none
+    needs_data: bool = True
+    at_trained_weights: bool = False
+    alone: bool = False
+
+
+STUDIES = {
+    "accuracy": Study(accuracy.jobs, accuracy.work, accuracy.table, accuracy.drawings, accuracy.findings),
+    "contest": Study(contest.jobs, contest.work, contest.table, contest.drawings),
+    "gradients": Study(
+        gradients.jobs, gradients.work, gradients.table, gradients.drawings, gradients.findings, at_trained_weights=True
+    ),
+    "masks": Study(masks.jobs, masks.work, masks.table, masks.drawings, masks.findings, needs_data=False),
+    "similarity": Study(
+        similarity.jobs, similarity.work, similarity.table, similarity.drawings, similarity.findings,
+        at_trained_weights=True,
+    ),
+    "speed": Study(speed.jobs, speed.work, speed.table, lambda rows: {}, alone=True),
+    "trajectory": Study(trajectory.jobs, trajectory.work, trajectory.table, trajectory.drawings, trajectory.findings),
+}  # fmt: skip

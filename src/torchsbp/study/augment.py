@@ -13,11 +13,13 @@ from torch import Generator, Tensor
 
 @dataclass(frozen=True)
 class Augment:
-    """Shift in pixels, turn in degrees (of half of the images), colour jitter, side of a hole as a share of the image,
-    share of mixed images, label smoothing."""
+    """Shift as a share of the image; turn in degrees, stretch and shear (of half of the images); colour jitter; side of
+    a hole as a share of the image; share of mixed images; label smoothing. Clips are smoothed alone."""
 
-    shift: int = 4
+    shift: float = 0.125
     turn: float = 15.0
+    stretch: float = 0.2
+    shear: float = 0.2
     jitter: float = 0.4
     hole: float = 0.375
     mixup: float = 0.5
@@ -25,9 +27,11 @@ class Augment:
 
     def __call__(self, x: Tensor, y: Tensor, classes: int, generator: Generator) -> tuple[Tensor, Tensor]:
         """Images ``[B, 3, H, W]`` in [0, 1] and labels ``[B]`` -> images, targets ``[B, classes]``."""
-        x = warped(x, self.shift, self.turn, generator)
-        x = with_hole(jittered(x, self.jitter, generator), self.hole, generator)
         targets = F.one_hot(y, classes) * (1 - self.smoothing) + self.smoothing / classes
+        if x.dim() > 4:
+            return x, targets
+        x = warped(x, self.shift, self.turn, generator, self.stretch, self.shear)
+        x = with_hole(jittered(x, self.jitter, generator), self.hole, generator)
         return mixed(x, targets, self.mixup, generator)
 
 
@@ -36,14 +40,22 @@ def uniform(x: Tensor, generator: Generator, low: float = 0.0, high: float = 1.0
     return torch.rand(x.shape[0], generator=generator, device=x.device) * (high - low) + low
 
 
-def warped(x: Tensor, shift: int, turn: float, generator: Generator) -> Tensor:
-    """Flipped, shifted by whole pixels and turned: one sampling of the image, exact where it is not turned."""
+def warped(
+    x: Tensor, shift: float, turn: float, generator: Generator, stretch: float = 0.0, shear: float = 0.0
+) -> Tensor:
+    """Flipped and shifted by whole pixels; half of the images turned, stretched and sheared too. One sampling of the
+    image, exact for the other half."""
     flip = uniform(x, generator).round() * 2 - 1
-    turns = uniform(x, generator).round()
-    angle = uniform(x, generator, -1, 1) * math.radians(turn) * turns
-    shifts = [(uniform(x, generator, -1, 1) * (shift + 0.5)).round() * 2 / size for size in x.shape[2:]]
+    bent = uniform(x, generator).round()
+    angle = uniform(x, generator, -1, 1) * math.radians(turn) * bent
+    wide, high = ((uniform(x, generator, -1, 1) * math.log1p(stretch) * bent).exp() for _ in range(2))
+    slant = uniform(x, generator, -1, 1) * shear * bent
+    shifts = [(uniform(x, generator, -1, 1) * (shift * size + 0.5)).round() * 2 / size for size in x.shape[2:]]
     cos, sin = angle.cos(), angle.sin()
-    rows = [torch.stack(row, 1) for row in ((cos * flip, -sin, shifts[1]), (sin * flip, cos, shifts[0]))]
+    rows = [
+        torch.stack((cos * wide * flip, (slant * cos - sin) * high, shifts[1]), 1),
+        torch.stack((sin * wide * flip, (slant * sin + cos) * high, shifts[0]), 1),
+    ]
     grid = F.affine_grid(torch.stack(rows, 1), list(x.shape), align_corners=False)
     return F.grid_sample(x, grid, align_corners=False)
 

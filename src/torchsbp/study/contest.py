@@ -1,111 +1,138 @@
-"""The contest: arms that differ in how gradients are taken, on the same models, data and seeds.
+"""The contest: accuracy of arms on the same models, data and seeds, at equal epochs and at equal time.
 
-An arm is plain backpropagation or the options of ``torchsbp.apply``. Results are lines of JSON, one per evaluation; a
-contest that is started again with the same file goes on with the runs that are not done.
+Every arm trains for each number of epochs, with the schedule of that length. Its accuracy at another length lies
+between two of them, linear in the logarithm: so steps' times, measured one run at a time (``speed.py``), give accuracy
+at equal time. Arms that train the same model as full backpropagation have its accuracy in their own time.
 """
 
-import json
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+import math
+from collections.abc import Iterator
+from itertools import pairwise, product
 from statistics import mean
-from typing import Any
 
-from .training import Row, Run
+from ..report.sheet import Drawing, drawn
+from . import results
+from .arms import ARMS, FULL
+from .plan import Plan
+from .results import difference, relative
+from .training import Data, Place, Row, Run, Settings, train
 
-SAMPLED: dict[str, Any] = {"sampler": "random", "per_sample": True}
-BALANCED: dict[str, Any] = {"sampler": "random", "per_sample": "balanced"}
-ROWS: dict[str, Any] = {"scale": "rows"}
-OWN: dict[str, Any] = BALANCED | {"per_block": True}
-FULL = "full"
-
-ARMS: dict[str, dict[str, Any] | None] = {
-    FULL: None,
-    "exact": {"keep_ratio": 1.0},
-    "grid 0.5": {"keep_ratio": 0.5},
-    "random 0.5": SAMPLED | {"keep_ratio": 0.5},
-    "balanced 0.5": BALANCED | {"keep_ratio": 0.5},
-    "balanced 0.25": BALANCED | {"keep_ratio": 0.25},
-    "rows 0.5": BALANCED | ROWS | {"keep_ratio": 0.5},
-    "rows 0.25": BALANCED | ROWS | {"keep_ratio": 0.25},
-    "mlp 0.5": BALANCED | {"attention": "exact", "keep_ratio": 0.5},
-    "mlp 0.25": BALANCED | {"attention": "exact", "keep_ratio": 0.25},
-    "mlp rows 0.25": BALANCED | ROWS | {"attention": "exact", "keep_ratio": 0.25},
-    "own 0.5": OWN | {"keep_ratio": 0.5},
-    "own rows 0.5": OWN | ROWS | {"keep_ratio": 0.5},
-    "own rows 0.25": OWN | ROWS | {"keep_ratio": 0.25},
-    "down exact 0.5": {"exact_downsampling": True, "keep_ratio": 0.5},
-    "down exact, balanced 0.5": BALANCED | {"exact_downsampling": True, "keep_ratio": 0.5},
-    "down exact, rows 0.5": BALANCED | ROWS | {"exact_downsampling": True, "keep_ratio": 0.5},
-    "down exact, own 0.5": OWN | {"exact_downsampling": True, "keep_ratio": 0.5},
-    "down exact, own rows 0.5": OWN | ROWS | {"exact_downsampling": True, "keep_ratio": 0.5},
-    "down exact, own rows 0.75": OWN | ROWS | {"exact_downsampling": True, "keep_ratio": 0.75},
-}
-WITHOUT = {"vit": ("down exact",), "convnext": ("mlp", "own"), "swin": ("mlp", "down exact")}
-"""How arms begin that a model does not enter: it has no down-sampling layers to sample, or not that rule of attention;
-masks of their own need exact down-sampling layers."""
+REACH = 1.4
+Curve = dict[int, float]
+"""accuracy by the number of epochs that a run had"""
 
 
-def runs(models: Sequence[str], arms: Sequence[str], seeds: Iterable[int]) -> list[Run]:
-    """Every arm of every model with the first seed, then with the next: what is stopped early has pairs."""
+def jobs(plan: Plan) -> list[Run]:
+    """Everything with the first seed, then with the next: what is stopped early has pairs."""
     return [
-        Run(model, arm, seed, ARMS[arm])
-        for seed in seeds
-        for arm in arms
-        for model in models
-        if not arm.startswith(WITHOUT[model])
+        Run(model, arm, seed, epochs, lr, drop_path)
+        for seed, epochs in product(range(plan.seeds), plan.epochs)
+        for arm in dict.fromkeys(arm for model in plan.models for arm in plan.arms_of(model))
+        for model in plan.models
+        if arm in plan.arms_of(model)
+        for lr, drop_path in product(plan.lr, plan.drop_path)
     ]
 
 
-def read(path: Path) -> list[Row]:
-    """The rows of a contest; a line that was cut short is left out."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
+    return train(run, settings, Data.load(place.data, settings.images))
+
+
+def curves(rows: list[Row], study: str = "contest") -> dict[tuple[str, str], dict[int, Curve]]:
+    """(model, arm) -> seed -> curve, with the learning rate and stochastic depth that suit the arm best: by the mean at
+    the greatest length."""
+    tuned: dict[tuple[str, str], dict[tuple[float, float], dict[int, Curve]]] = {}
+    for row in results.of(rows, study, "accuracy"):
+        if row["epoch"] == row["epochs"]:
+            of_arm = tuned.setdefault((row["model"], row["arm"]), {})
+            of_seed = of_arm.setdefault((row["lr"], row["drop_path"]), {}).setdefault(row["seed"], {})
+            of_seed[row["epochs"]] = row["accuracy"]
+
+    def rank(seeds: dict[int, Curve]) -> tuple[int, float]:
+        longest = max(max(curve) for curve in seeds.values())
+        return longest, mean(curve[longest] for curve in seeds.values() if longest in curve)
+
+    return {key: max(of_arm.values(), key=rank) for key, of_arm in tuned.items()}
+
+
+def at(curve: Curve, epochs: float) -> float | None:
+    """Between the lengths that were run; None beyond them."""
+    lengths = sorted(curve)
+    for low, high in pairwise(lengths):
+        if low <= epochs <= high:
+            share = math.log(epochs / low) / math.log(high / low)
+            return (1 - share) * curve[low] + share * curve[high]
+    return curve.get(round(epochs)) if math.isclose(epochs, round(epochs)) else None
+
+
+def budgets(lengths: set[int]) -> list[float]:
+    """Three times, in epochs of full backpropagation: arms up to REACH times as fast or slow can be compared."""
+    low, high = REACH * min(lengths), max(lengths) / REACH
+    return [low, math.sqrt(low * high), high] if low < high else []
+
+
+def equal_epochs(rows: list[Row]) -> str:
+    found, cells = curves(rows), []
+    for (model, arm), seeds in found.items():
+        full = found.get((model, FULL), {})
+        for length in sorted({length for curve in seeds.values() for length in curve}):
+            mine = {seed: curve[length] for seed, curve in seeds.items() if length in curve}
+            pairs = [value - full[seed][length] for seed, value in mine.items() if length in full.get(seed, {})]
+            values = ", ".join(f"{value:.1f}" for value in mine.values())
+            cells.append((model, arm, length, values, f"{mean(mine.values()):.2f}", difference(pairs)))
+    cells.sort(key=lambda its: (its[0], its[2]))
+    return results.table(("model", "arm", "epochs", "accuracy by seed", "mean", "against full"), cells)
+
+
+def equal_time(rows: list[Row]) -> str:
+    """Of every budget: the epochs that fit, the mean accuracy, and the paired difference to exact gradients."""
+    found, cells = curves(rows), []
+    speeds = {(row["model"], row["arm"]): row for row in results.of(rows, "speed", "ms")}
+    for model in dict.fromkeys(model for model, _ in found):
+        full, clock = found.get((model, FULL), {}), speeds.get((model, FULL))
+        if clock is None or not full:
             continue
-    return rows
+        for budget in budgets({length for curve in full.values() for length in curve}):
+            seconds = budget * clock["ms"] * clock["steps"] / 1000
+            for arm, epochs in fitting(speeds, model, seconds).items():
+                values = by_seed(found, model, arm, epochs)
+                bar = by_seed(found, model, "exact", fitting(speeds, model, seconds).get("exact", budget))
+                pairs = [value - bar[seed] for seed, value in values.items() if seed in bar]
+                memory = relative(speeds[model, arm]["peak_bytes"], clock["peak_bytes"])
+                accuracy = f"{mean(values.values()):.2f}" if values else "–"
+                cells.append((model, f"{seconds:.0f}", arm, f"{epochs:.1f}", accuracy, difference(pairs), memory))
+    header = ("model", "seconds", "arm", "epochs in it", "accuracy", "against exact", "peak memory")
+    return results.table(header, cells) if cells else "No table at equal time: it needs `study speed` and two lengths."
 
 
-def done(rows: list[Row], epochs: int) -> set[str]:
-    """The names of the runs that have trained that long."""
-    return {row["run"] for row in rows if row.get("epoch") == epochs}
+def fitting(speeds: dict[tuple[str, str], Row], model: str, seconds: float) -> dict[str, float]:
+    """arm -> epochs"""
+    return {arm: 1000 * seconds / (row["ms"] * row["steps"]) for (its, arm), row in speeds.items() if its == model}
+
+
+def by_seed(found: dict[tuple[str, str], dict[int, Curve]], model: str, arm: str, epochs: float) -> dict[int, float]:
+    seeds = found.get((model, ARMS[arm].same or arm), {})
+    values = {seed: at(curve, epochs) for seed, curve in seeds.items()}
+    return {seed: value for seed, value in values.items() if value is not None}
 
 
 def table(rows: list[Row]) -> str:
-    """Of every model, arm by arm: accuracy at the last epoch that all its seeds have, the paired difference to full
-    backpropagation, peak memory and time of training (that of runs at once, which share the device)."""
-    lines = [
-        "| model | arm | epoch | accuracy by seed | mean | against full | peak memory | s per epoch |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for model, arm in dict.fromkeys((row["model"], row["arm"]) for row in rows if "epoch" in row):
-        epoch, found = last(rows, model, arm)
-        full = {row["seed"]: row for row in rows if key(row) == (model, FULL, epoch)}
-        pairs = [row["accuracy"] - full[row["seed"]]["accuracy"] for row in found if row["seed"] in full]
-        memory = [row["peak_bytes"] / full[row["seed"]]["peak_bytes"] for row in found if full_bytes(full, row)]
-        cells = [
-            model, arm, str(epoch), ", ".join(f"{row['accuracy']:.1f}" for row in found),
-            f"{mean(row['accuracy'] for row in found):.2f}", f"{mean(pairs):+.2f} ({len(pairs)})" if pairs else "–",
-            f"{mean(memory):.2f}×" if memory else "–", f"{mean(row['seconds'] / epoch for row in found):.1f}",
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    failed = {row["run"]: row["error"] for row in rows if "error" in row}
-    return "\n".join([*lines, *(f"\n{name}: {error}" for name, error in failed.items())])
+    return f"Equal epochs\n\n{equal_epochs(rows)}\n\nEqual time\n\n{equal_time(rows)}"
 
 
-def key(row: Row) -> tuple[Any, ...]:
-    return row["model"], row["arm"], row.get("epoch")
+def drawings(rows: list[Row]) -> dict[str, list[Drawing]]:
+    """Of every model, accuracy over the time of training of the arms that were timed; without times, over epochs."""
+    found, panels = curves(rows), []
+    speeds = {(row["model"], row["arm"]): row for row in results.of(rows, "speed", "ms")}
+    for model in dict.fromkeys(model for model, _ in found):
+        minutes = {arm: row["ms"] * row["steps"] / 60000 for (its, arm), row in speeds.items() if its == model}
+        units = minutes or {arm: 1.0 for its, arm in found if its == model}
+        lines = {arm: means(found.get((model, ARMS[arm].same or arm), {}), unit) for arm, unit in units.items()}
+        panels.append(drawn(model, "accuracy, %", "minutes" if minutes else "epochs", lines))
+    return {"": panels}
 
 
-def full_bytes(full: dict[int, Row], row: Row) -> int:
-    """Of full backpropagation with that seed; 0 if it has not run, or not on a GPU."""
-    return full[row["seed"]]["peak_bytes"] if row["seed"] in full else 0
-
-
-def last(rows: list[Row], model: str, arm: str) -> tuple[int, list[Row]]:
-    """The last epoch that every seed of an arm has been evaluated at, and its rows."""
-    mine = [row for row in rows if (row["model"], row["arm"]) == (model, arm) and "epoch" in row]
-    epochs = [max(row["epoch"] for row in mine if row["seed"] == seed) for seed in {row["seed"] for row in mine}]
-    chosen = {row["seed"]: row for row in mine if row["epoch"] == min(epochs)}  # of repeated runs the newest
-    return min(epochs), [chosen[seed] for seed in sorted(chosen)]
+def means(seeds: dict[int, Curve], unit: float) -> list[tuple[float, float]]:
+    """Of every length, in that unit of an epoch: the mean over seeds."""
+    lengths = sorted({length for curve in seeds.values() for length in curve})
+    return [(length * unit, mean(its[length] for its in seeds.values() if length in its)) for length in lengths]

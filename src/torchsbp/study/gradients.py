@@ -1,11 +1,12 @@
 """Gradients at fixed weights: how far an arm's are from those of full backpropagation, and why.
 
 Of M masks with gradients g, and the full gradient f: the cosine of g and f and |g| / |f| in the mean, the bias
-|E g − f|² / |f|² and the variance E|g − E g|² / |f|², both estimated without bias; by block.
+|E g − f|² / |f|² and the variance E|g − E g|² / |f|², both estimated without bias; layer by layer.
 """
 
 import copy
 from collections.abc import Iterator, Sequence
+from statistics import mean
 
 import torch
 import torch.nn.functional as F
@@ -13,72 +14,141 @@ from torch import Tensor, nn
 
 from ..adapters.blocks import blocks_of
 from ..patching.apply import apply, set_step
-from .contest import ARMS
-from .training import Data, Row, Run, Settings, normalised, train
+from ..report.sheet import Drawing, drawn
+from . import results
+from .arms import ARMS, GRIDS
+from .local import apply_local
+from .plan import Plan
+from .results import Finding, above
+from .training import Data, Place, Row, Run, Settings, augmented, trained
 
+KEYS = ("cosine", "norm", "bias", "variance")
 Gradients = dict[str, Tensor]
 
 
-def compare(model: str, arms: Sequence[str], settings: Settings, data: Data, masks: int) -> Iterator[Row]:
-    """A row for every arm and block, at the weights that full backpropagation reaches in these settings."""
-    trained: list[nn.Module] = []
-    for _ in train(Run(model, "full", 0), settings, data, trained.append):
-        pass
-    (plain,) = trained
+def jobs(plan: Plan) -> list[Run]:
+    """Arms that take gradients of the same loss, of every grid or as given."""
+    return [
+        Run(model, arm, epochs=max(plan.epochs))
+        for model in plan.models
+        for arm in (plan.arms_of(model, trained=False) if plan.arms else plan.grids_of(model))
+        if ARMS[arm].options
+    ]
+
+
+def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
+    """One row: the four numbers of every layer, at the weights that full backpropagation reaches."""
+    data, arm = Data.load(place.data, settings.images), ARMS[run.arm]
+    plain = trained(run.model, settings, data, place.out, run.epochs)
     generator = torch.Generator(data.x_train.device).manual_seed(0)
     chosen = torch.randperm(len(data.x_train), generator=generator, device=data.x_train.device)[: settings.batch]
-    x, targets = settings.augment(normalised(data.x_train[chosen]), data.y_train[chosen], data.classes, generator)
-    full = by_block(plain, x, targets)
-    for arm in arms:
-        twin, found = copy.deepcopy(plain), []
-        options = ARMS[arm]
-        if options is None:
-            continue
-        apply(twin, **options)
-        for step in range(masks):
+    x, targets = augmented(data, chosen, settings, generator)
+    full = by_layer(plain, x, targets)
+    twin, found = copy.deepcopy(plain), []
+    draw = apply_local(twin, **arm.options or {}) if arm.local else None
+    if draw is None:
+        apply(twin, **arm.options or {})
+    for step in range(settings.masks):
+        if draw is None:
             set_step(twin, step)
-            found.append(by_block(twin, x, targets))
-        for block, exact in full.items():
-            yield {"model": model, "arm": arm, "block": block} | statistics([its[block] for its in found], exact)
+        found.append(by_layer(twin, x, targets))
+    blocks = blocks_of(plain)
+    layers = {layer: statistics([its[layer] for its in found], exact) for layer, exact in full.items()}
+    yield {"layers": layers, "blocks": blocks}
 
 
-def by_block(model: nn.Module, x: Tensor, targets: Tensor) -> Gradients:
-    """The gradient of each block, and of every other part of the model, as one vector; stochastic depth drops the same
-    branches every time."""
+def by_layer(model: nn.Module, x: Tensor, targets: Tensor) -> Gradients:
+    """The gradient of each layer's parameters as one vector; stochastic depth drops the same branches every time."""
     model.zero_grad()
     torch.manual_seed(0)
-    F.cross_entropy(model(x - 0.5), targets).backward()
-    names, parts = blocks_of(model), dict[str, list[Tensor]]()
+    F.cross_entropy(model(x), targets).backward()
+    parts = dict[str, list[Tensor]]()
     for name, p in model.named_parameters():
         if p.grad is not None:
-            block = next((block for block in names if name.startswith(f"{block}.")), name.rpartition(".")[0] or name)
-            parts.setdefault(block, []).append(p.grad.flatten())
-    return {block: torch.cat(gradients) for block, gradients in parts.items()}
+            layer = name.replace(".inner.", ".").rpartition(".")[0] or name
+            parts.setdefault(layer, []).append(p.grad.flatten())
+    return {layer: torch.cat(gradients) for layer, gradients in parts.items()}
 
 
-def statistics(found: Sequence[Tensor], full: Tensor) -> Row:
-    """Of one block's gradients with so many masks."""
-    g, size, n = torch.stack(list(found)), full.square().sum(), len(found)
-    mean = g.mean(0)
-    variance = (g - mean).square().sum() / max(1, n - 1)
-    bias = ((mean - full).square().sum() - variance / n).clamp(min=0)
-    return {
-        "cosine": float(F.cosine_similarity(g, full[None], dim=1).mean()),
-        "norm": float((g.norm(dim=1) / size.sqrt()).mean()),
-        "bias": float(bias / size),
-        "variance": float(variance / size),
-    }
+def statistics(found: Sequence[Tensor], full: Tensor) -> list[float]:
+    """Cosine, norm, bias and variance of one layer's gradients with so many masks."""
+    g, size, n = torch.stack(list(found)), full.square().sum().clamp(min=1e-30), len(found)
+    middle = g.mean(0)
+    variance = (g - middle).square().sum() / max(1, n - 1)
+    bias = ((middle - full).square().sum() - variance / n).clamp(min=0)
+    cosine = F.cosine_similarity(g, full[None], dim=1).mean()
+    norm = (g.norm(dim=1) / size.sqrt()).mean()
+    return [round(float(value), 6) for value in (cosine, norm, bias / size, variance / size)]
+
+
+def by_block(row: Row) -> list[list[float]]:
+    """The four numbers of every block: means over its layers."""
+    found = []
+    for block in row["blocks"]:
+        layers = [values for layer, values in row["layers"].items() if layer.startswith(f"{block}.")]
+        found.append([mean(values) for values in zip(*layers, strict=True)])
+    return found
 
 
 def table(rows: list[Row]) -> str:
-    """Arm by arm: the block with the lowest cosine, and means over blocks."""
-    lines = [
-        "| model | arm | lowest cosine | block | mean cosine | mean norm | mean bias | mean variance |",
-        "|---|---|---|---|---|---|---|---|",
+    """Arm by arm: the layer with the lowest cosine, and means over layers."""
+    cells = []
+    for row in results.of(rows, "gradients", "layers"):
+        lowest, layer = min((values[0], layer) for layer, values in row["layers"].items())
+        means = [f"{mean(values):.3f}" for values in zip(*row["layers"].values(), strict=True)]
+        cells.append((row["model"], row["arm"], f"{lowest:.3f}", layer, *means))
+    header = ("model", "arm", "lowest cosine", "layer", *(f"mean {key}" for key in KEYS))
+    return results.table(header, cells)
+
+
+def drawings(rows: list[Row]) -> dict[str, list[Drawing]]:
+    """A sheet per model: the cosine over depth for every grid, and bias and variance of all its arms."""
+    sheets: dict[str, list[Drawing]] = {}
+    found = {(row["model"], row["arm"]): row for row in results.of(rows, "gradients", "layers")}
+    for model in dict.fromkeys(model for model, _ in found):
+        panels = sheets.setdefault(model, [])
+        for title, grid in GRIDS.items():
+            mine = {label: found[model, arm] for label, arm in grid.items() if (model, arm) in found}
+            lines = {
+                label: [(float(i), values[0]) for i, values in enumerate(by_block(row))] for label, row in mine.items()
+            }
+            if len(mine) > 1:
+                panels.append(drawn(f"{model}: {title}", "cosine with the full gradient", "block", lines))
+        whole = {title: GRIDS[title] for title in ("keep-ratio", "attention", "estimator")}
+        for title, grid in whole.items():
+            mine = {label: found[model, arm] for label, arm in grid.items() if (model, arm) in found}
+            means = [[mean(its) for its in zip(*row["layers"].values(), strict=True)] for row in mine.values()]
+            apart = {KEYS[key]: [(float(i), values[key]) for i, values in enumerate(means)] for key in (2, 3)}
+            if len(mine) > 1:
+                text = "of |full gradient|²"
+                panels.append(
+                    drawn(f"{model}: bias and variance, {title}", text, "", apart, names=list(mine), joined=False)
+                )
+    return sheets
+
+
+def findings(rows: list[Row]) -> list[Finding]:
+    values = {
+        (row["model"], row["arm"]): mean(its[0] for its in row["layers"].values())
+        for row in results.of(rows, "gradients", "layers")
+    }
+    claims = [
+        ("2", "vit", "uniform ratios correlate better than increasing ones", ("grid 0.5", "increasing")),
+        ("2", "vit", "uniform ratios correlate better than decreasing ones", ("grid 0.5", "decreasing")),
+        ("3", "vit", "grid masks correlate better than random ones", ("grid 0.5", "random 0.5")),
+        ("5", "vit", "dropping Q, K and V correlates slightly better than queries only", ("qkv 0.5", "grid 0.5")),
+        ("5", "vit", "the same, with the softmax over kept keys that their code has", ("qkv-local 0.5", "grid 0.5")),
+        ("5", "vit", "dropping heads correlates much less", ("qkv 0.5", "head 0.5")),
+        ("6", "convnext", "uniform ratios correlate better than increasing ones", ("grid 0.5", "increasing")),
+        ("6", "convnext", "uniform ratios correlate better than decreasing ones", ("grid 0.5", "decreasing")),
+        ("8", "convnext", "grid masks correlate better than random ones", ("grid 0.5", "random 0.5")),
     ]
-    for model, arm in dict.fromkeys((row["model"], row["arm"]) for row in rows):
-        mine = [row for row in rows if (row["model"], row["arm"]) == (model, arm)]
-        worst = min(mine, key=lambda row: float(row["cosine"]))
-        means = [f"{sum(row[key] for row in mine) / len(mine):.3f}" for key in ("cosine", "norm", "bias", "variance")]
-        lines.append("| " + " | ".join([model, arm, f"{worst['cosine']:.3f}", worst["block"], *means]) + " |")
-    return "\n".join(lines)
+    return [
+        Finding(
+            f"{figure} ({model})", paper,
+            f"mean cosine: {better} {values[model, better]:.3f}, {worse} {values[model, worse]:.3f}",
+            above(values[model, better], values[model, worse], 0.001),
+        )
+        for figure, model, paper, (better, worse) in claims
+        if (model, better) in values and (model, worse) in values
+    ]  # fmt: skip

@@ -4,37 +4,45 @@ import multiprocessing
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 
-import torch
-
-from .training import Data, Row, Run, Settings, train
+from .training import Place, Row, Run, Settings
 
 CONTEXT = multiprocessing.get_context("spawn")
+Work = Callable[[Run, Settings, Place], Iterator[Row]]
 
 
-def work(pipe: Connection, run: Run, settings: Settings, path: Path) -> None:
-    """In the child: row after row, an error if it fails."""
+def reported(work: Work, run: Run, settings: Settings, place: Place) -> Iterator[Row]:
+    """Row after row, at last that it is done, or why it failed."""
     try:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        for row in train(run, settings, Data.load(path, device)):
-            pipe.send(row)
+        yield from work(run, settings, place)
+        yield {"done": True}
     except Exception as error:
         traceback.print_exception(error)
         text = str(error).strip().splitlines() or [""]
-        pipe.send({"error": f"{type(error).__name__}: {text[0]}"})
+        yield {"error": f"{type(error).__name__}: {text[0]}"}
+
+
+def work_on(pipe: Connection, work: Work, run: Run, settings: Settings, place: Place) -> None:
+    """In the child."""
+    for row in reported(work, run, settings, place):
+        pipe.send(row)
     pipe.close()
+
+
+def labelled(run: Run, row: Row) -> Row:
+    return {"run": run.name} | asdict(run) | row
 
 
 class Child:
     """The parent's side of a run."""
 
-    def __init__(self, run: Run, settings: Settings, path: Path) -> None:
+    def __init__(self, work: Work, run: Run, settings: Settings, place: Place) -> None:
         self.run, self.ended = run, False
         self.pipe, theirs = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=work, args=(theirs, run, settings, path), daemon=True)
+        self.process = CONTEXT.Process(target=work_on, args=(theirs, work, run, settings, place), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -46,17 +54,24 @@ class Child:
             self.ended = True
             self.process.join()
             row = {"error": f"the process ended with {self.process.exitcode}"} if self.process.exitcode else None
-        return row and {"run": self.run.name, "model": self.run.model, "arm": self.run.arm, "seed": self.run.seed} | row
+        return row and labelled(self.run, row)
 
 
-def execute(runs: Sequence[Run], settings: Settings, path: Path, jobs: int, seconds: float) -> Iterator[Row]:
-    """Rows with the name of their run. After so many seconds nothing new begins, and what still runs is ended."""
+def execute(
+    work: Work, runs: Sequence[Run], settings: Settings, place: Place, jobs: int, seconds: float
+) -> Iterator[Row]:
+    """Rows with their run. After so many seconds nothing new begins, and what still runs is ended. Without ``jobs``
+    everything runs here, one after the other."""
+    if not jobs:
+        for run in runs:
+            yield from (labelled(run, row) for row in reported(work, run, settings, place))
+        return
     left, end = deque(runs), time.monotonic() + seconds
     alive: dict[object, Child] = {}
     try:
         while (left or alive) and time.monotonic() < end:
             while left and len(alive) < jobs:
-                child = Child(left.popleft(), settings, path)
+                child = Child(work, left.popleft(), settings, place)
                 alive[child.pipe] = child
             for pipe in wait([child.pipe for child in alive.values()], timeout=min(3600.0, end - time.monotonic())):
                 row = alive[pipe].row()

@@ -59,7 +59,7 @@ class RPN(RegionProposalNetwork):
             logits, deltas = at(self.head, maps, chosen)
         else:
             logits, deltas = logits.flatten()[chosen], deltas[chosen]
-        aims = torch.cat(self.box_coder.encode(matched, anchors))[positive]
+        aims = self.box_coder.encode_single(torch.cat(matched)[positive], torch.cat(anchors)[positive])
         return boxes, rpn_losses(logits, deltas[: len(positive)], torch.cat(labels)[chosen], aims, self.beta)
 
 

@@ -1,0 +1,81 @@
+"""Accuracy after training, over the grids of the papers' figures 1 and 4."""
+
+from collections.abc import Iterator
+from statistics import mean
+
+from ..report.sheet import Drawing, drawn
+from . import contest, results
+from .arms import FULL, GRIDS
+from .plan import Plan
+from .results import Finding, above, difference
+from .training import Data, Place, Row, Run, Settings, train
+
+
+def jobs(plan: Plan) -> list[Run]:
+    return [
+        Run(model, arm, seed, max(plan.epochs))
+        for seed in range(plan.seeds)
+        for model in plan.models
+        for arm in plan.grids_of(model)
+    ]
+
+
+def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
+    return train(run, settings, Data.load(place.data, settings.images))
+
+
+def last(rows: list[Row]) -> dict[tuple[str, str], dict[int, float]]:
+    """(model, arm) -> seed -> accuracy at the end."""
+    found = contest.curves(rows, "accuracy")
+    return {key: {seed: curve[max(curve)] for seed, curve in seeds.items()} for key, seeds in found.items()}
+
+
+def table(rows: list[Row]) -> str:
+    found, cells = last(rows), []
+    for (model, arm), seeds in found.items():
+        full = found.get((model, FULL), {})
+        pairs = [value - full[seed] for seed, value in seeds.items() if seed in full]
+        values = ", ".join(f"{value:.1f}" for value in seeds.values())
+        cells.append((model, arm, values, f"{mean(seeds.values()):.2f}", difference(pairs)))
+    return results.table(("model", "arm", "accuracy by seed", "mean", "against full"), cells)
+
+
+def drawings(rows: list[Row]) -> dict[str, list[Drawing]]:
+    """A panel for every grid of every model."""
+    found, panels = last(rows), []
+    for model in dict.fromkeys(model for model, _ in found):
+        for title, grid in GRIDS.items():
+            labels = [label for label, arm in grid.items() if (model, arm) in found]
+            seeds = [found[model, grid[label]] for label in labels]
+            means = {"mean": [(i, mean(its.values())) for i, its in enumerate(seeds)]}
+            apart = {
+                f"seed {seed}": [(i, its[seed]) for i, its in enumerate(seeds) if seed in its]
+                for seed in sorted({seed for its in seeds for seed in its})
+            }
+            lines = means | (apart if len(apart) > 1 else {})
+            if len(labels) > 1:
+                panels.append(drawn(f"{model}: {title}", "accuracy, %", "", lines, names=labels, joined=False))
+    return {"": panels}
+
+
+def findings(rows: list[Row]) -> list[Finding]:
+    values = {arm: mean(seeds.values()) for (model, arm), seeds in last(rows).items() if model == "vit"}
+    claims = [
+        ("1, left", "8 of 12 blocks cost within 1.5 points, all 12 a large drop", ("grid 0.5", "all 12")),
+        ("1, middle", "a ratio of 0.25 costs much more than 0.5 (3.0 points)", ("grid 0.5", "grid 0.25")),
+        ("1, right", "increasing ratios are significantly worse than uniform ones", ("grid 0.5", "increasing")),
+        ("1, right", "decreasing ratios are significantly worse than uniform ones", ("grid 0.5", "decreasing")),
+        ("4, left", "grid masks are 0.5 to 1.7 points better than random ones", ("grid 0.5", "random 0.5")),
+        ("4, right", "dropping Q, K and V is better than dropping queries only", ("qkv 0.5", "grid 0.5")),
+        ("4, right", "dropping heads is no better", ("qkv 0.5", "head 0.5")),
+    ]
+    return [
+        Finding(
+            figure,
+            paper,
+            f"{better} {values[better]:.1f}, {worse} {values[worse]:.1f}",
+            above(values[better], values[worse], 0.3),
+        )
+        for figure, paper, (better, worse) in claims
+        if better in values and worse in values
+    ]

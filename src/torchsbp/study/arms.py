@@ -1,0 +1,112 @@
+"""Arms: ways to take gradients, by name, and the grids of them that figures compare."""
+
+from dataclasses import dataclass
+from typing import Any
+
+Options = dict[str, Any]
+ALL = ("vit", "convnext", "convnext2", "swin")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Plain backpropagation, or what an arm does instead.
+
+    - ``options``: those of ``torchsbp.apply``; None: plain backpropagation.
+    - ``checkpoint``: every block is computed twice; ``batch``: a share of the batch; ``patch_drop``: that share of the
+      patches is left out of the model altogether.
+    - ``local``: "qkv-local" of the papers' code (``local.py``), with these options.
+    - ``reordered``: the same initial weights, other batches: how far two runs part by chance.
+    - ``same``: an arm that trains the same model in other time and memory. It is not trained again.
+    """
+
+    options: Options | None = None
+    checkpoint: bool = False
+    batch: float = 1.0
+    patch_drop: float = 0.0
+    local: bool = False
+    reordered: bool = False
+    same: str = ""
+    models: tuple[str, ...] = ALL
+
+
+VIT, PYRAMID = ("vit",), ("convnext", "convnext2")
+FULL = "full"
+APART: Options = {"sampler": "random", "per_sample": True}
+BALANCED: Options = {"sampler": "random", "per_sample": "balanced"}
+OWN: Options = BALANCED | {"per_block": True}
+ROWS: Options = {"scale": "rows"}
+DOWN: Options = {"exact_downsampling": True}
+MLP: Options = {"attention": "exact"}
+
+
+def sampled(ratio: Any, *parts: Options, models: tuple[str, ...] = ALL, local: bool = False, **more: Any) -> Arm:
+    options: Options = {"keep_ratio": ratio} | more
+    for part in parts:
+        options |= part
+    return Arm(options, models=models, local=local)
+
+
+ARMS: dict[str, Arm] = {
+    FULL: Arm(),
+    "exact": Arm({"keep_ratio": 1.0}, same=FULL),
+    "checkpoint": Arm(checkpoint=True, same=FULL),
+    "batch ½": Arm(batch=0.5),
+    "batch ¼": Arm(batch=0.25),
+    "patches ½": Arm(patch_drop=0.5, models=VIT),
+    "other order": Arm(reordered=True),
+    "grid 0.75": sampled(0.75),
+    "grid 0.5": sampled(0.5),
+    "grid 0.25": sampled(0.25),
+    "random 0.5": sampled(0.5, sampler="random"),
+    "apart 0.5": sampled(0.5, APART),
+    "balanced 0.5": sampled(0.5, BALANCED),
+    "balanced 0.25": sampled(0.25, BALANCED),
+    "rows 0.5": sampled(0.5, BALANCED, ROWS, models=("vit", "swin")),
+    "rows 0.25": sampled(0.25, BALANCED, ROWS, models=("vit", "swin")),
+    "own rows 0.5": sampled(0.5, OWN, ROWS, models=("vit", "swin")),
+    "own rows 0.25": sampled(0.25, OWN, ROWS, models=("vit", "swin")),
+    "mlp 0.5": sampled(0.5, BALANCED, MLP, models=VIT),
+    "mlp rows 0.5": sampled(0.5, BALANCED, MLP, ROWS, models=VIT),
+    "mlp rows 0.25": sampled(0.25, BALANCED, MLP, ROWS, models=VIT),
+    "down exact 0.5": sampled(0.5, DOWN, models=PYRAMID),
+    "down exact, balanced 0.5": sampled(0.5, BALANCED, DOWN, models=PYRAMID),
+    "down exact, rows 0.5": sampled(0.5, BALANCED, DOWN, ROWS, models=PYRAMID),
+    "down exact, own 0.5": sampled(0.5, OWN, DOWN, models=PYRAMID),
+    "down exact, own rows 0.75": sampled(0.75, OWN, DOWN, ROWS, models=PYRAMID),
+    "down exact, own rows 0.5": sampled(0.5, OWN, DOWN, ROWS, models=PYRAMID),
+    "increasing": sampled((0.25, 0.75)),
+    "decreasing": sampled((0.75, 0.25)),
+    "last 2": sampled(0.5, blocks=2 / 12, models=VIT),
+    "last 4": sampled(0.5, blocks=4 / 12, models=VIT),
+    "last 10": sampled(0.5, blocks=10 / 12, models=VIT),
+    "all 12": sampled(0.5, blocks=1.0, models=VIT),
+    "qkv 0.5": sampled(0.5, attention="qkv", models=("vit", "swin")),
+    "head 0.5": sampled(0.5, attention="head", models=VIT),
+    "qkv-local 0.5": sampled(0.5, models=VIT, local=True),
+}
+
+GRIDS: dict[str, dict[str, str]] = {
+    "number of sampled blocks": {
+        "0": FULL, "2": "last 2", "4": "last 4", "8": "grid 0.5", "10": "last 10", "12": "all 12",
+    },
+    "keep-ratio": {"0.25": "grid 0.25", "0.5": "grid 0.5", "0.75": "grid 0.75", "1": FULL},
+    "ratios over depth": {"uniform": "grid 0.5", "increasing": "increasing", "decreasing": "decreasing"},
+    "sampler": {"grid": "grid 0.5", "random": "random 0.5", "per sample": "apart 0.5", "balanced": "balanced 0.5"},
+    "attention": {"query": "grid 0.5", "qkv": "qkv 0.5", "head": "head 0.5", "qkv-local": "qkv-local 0.5"},
+    "estimator": {
+        "grid": "grid 0.5", "balanced": "balanced 0.5", "rows": "rows 0.5", "own rows": "own rows 0.5",
+        "mlp rows": "mlp rows 0.5", "down exact": "down exact 0.5", "down, balanced": "down exact, balanced 0.5",
+        "down, rows": "down exact, rows 0.5", "down, own": "down exact, own 0.5",
+        "down, own rows": "down exact, own rows 0.5",
+    },
+}  # fmt: skip
+"""Title -> label -> arm. The first five are the papers', in the default rule; the last one is ours."""
+
+
+def enters(model: str, arm: str) -> bool:
+    return model in ARMS[arm].models
+
+
+def of_grids(model: str) -> list[str]:
+    """Every arm of the grids that a model enters, once."""
+    return list(dict.fromkeys(arm for grid in GRIDS.values() for arm in grid.values() if enters(model, arm)))

@@ -1,0 +1,48 @@
+"""The papers' code for Drop QKV, to compare with: Algorithm 1 around whole attention layers.
+
+Kept tokens attend to kept tokens, dropped ones to dropped ones, so the forward pass is another one in training. The
+product's rule "qkv" has the full softmax (docs/method.md, section 7).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.wrap import sbp
+from ..sampling import samplers
+
+
+class Draw:
+    """The kept tokens of a step, the class token among them; the first block of a forward draws."""
+
+    def __init__(self, side: int, ratio: float, sampler: str) -> None:
+        self.side, self.ratio, self.sampler, self.step = side, ratio, sampler, 0
+        self.keep = torch.zeros(0)
+
+    def __call__(self, *_: Any) -> None:
+        key = samplers.draw_key(0, torch.tensor(self.step), 0, 1)
+        order = samplers.ordered(self.sampler, (self.side, self.side), (self.ratio,), key)
+        kept = samplers.first(order, samplers.count(self.sampler, (self.side, self.side), self.ratio)).flatten()
+        self.keep, self.step = torch.cat([kept.new_zeros(1), kept + 1]), self.step + 1
+
+
+class Apart(nn.Module):
+    """Another module on kept tokens with gradients, on the others without."""
+
+    def __init__(self, inner: nn.Module, draw: Draw) -> None:
+        super().__init__()
+        self.inner, self.draw = inner, draw
+
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        return sbp(self.inner, x, self.draw.keep.to(x.device)) if self.training else self.inner(x)
+
+
+def apply_local(model: nn.Module, keep_ratio: float, sampler: str = "grid", share: float = 2 / 3) -> Draw:
+    """In place, on the last blocks of a ViT with a class token; what is returned has the ``step`` to set."""
+    blocks: Any = model.blocks
+    draw = Draw(round(model.patch_embed.num_patches**0.5), keep_ratio, sampler)  # type: ignore[union-attr, operator, arg-type]
+    model.register_forward_pre_hook(draw)
+    for block in blocks[len(blocks) - round(share * len(blocks)) :]:
+        block.attn, block.mlp = Apart(block.attn, draw), Apart(block.mlp, draw)
+    return draw

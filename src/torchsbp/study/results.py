@@ -1,0 +1,75 @@
+"""Results of studies: lines of JSON, what is known of numbers from several seeds, and tables."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+Row = dict[str, Any]
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+"""of two-sided 95 % intervals, for 1, 2, … degrees of freedom"""
+
+
+class Finding(NamedTuple):
+    """What a paper found, what we find, and whether that agrees; None: not to be told from these results."""
+
+    figure: str
+    paper: str
+    ours: str
+    agrees: bool | None
+
+
+def above(better: float, worse: float, margin: float) -> bool | None:
+    """None: too close to be told."""
+    return None if abs(better - worse) < margin else better > worse
+
+
+def read(folder: Path) -> list[Row]:
+    """The rows of all studies in a folder; a line that was cut short is left out."""
+    rows = []
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+    return [row for row in rows if "study" in row]
+
+
+def of(rows: Iterable[Row], study: str, key: str) -> list[Row]:
+    """The rows of a study that have such a value; of repeated runs the newest."""
+    found = {(row["run"], row.get("epoch")): row for row in rows if row["study"] == study and key in row}
+    return list(found.values())
+
+
+def interval(values: Sequence[float]) -> float | None:
+    """Half of the 95 % interval of their mean; None for a single one."""
+    n = len(values)
+    if n < 2:
+        return None
+    return (STUDENT[n - 2] if n - 2 < len(STUDENT) else 1.96) * stdev(values) / n**0.5
+
+
+def difference(values: Sequence[float]) -> str:
+    """+0.12 ± 0.34 (5)"""
+    if not values:
+        return "–"
+    half = interval(values)
+    return f"{mean(values):+.2f}{'' if half is None else f' ± {half:.2f}'} ({len(values)})"
+
+
+def relative(value: float, full: float) -> str:
+    """0.25×; without a measurement, nothing."""
+    return f"{value / full:.2f}×" if full else "–"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def findings_table(findings: Sequence[Finding]) -> str:
+    words = {True: "yes", False: "no", None: "open"}
+    cells = [(its.figure, its.paper, its.ours, words[its.agrees]) for its in findings]
+    return table(("figure", "the paper's finding", "ours", "agrees"), cells)

@@ -1,0 +1,112 @@
+"""Redundancy: how alike neighbouring positions, and neighbouring frames, are in activations and in their gradients."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..adapters.blocks import blocks_of
+from ..report.sheet import Drawing, drawn
+from . import results
+from .plan import Plan
+from .results import Finding
+from .training import Data, Place, Row, Run, Settings, augmented, trained
+
+PAIRS = ("neighbours", "frames", "far")
+"""next to each other in space; in time; any two of one image"""
+
+
+def jobs(plan: Plan) -> list[Run]:
+    return [Run(model, "full", epochs=max(plan.epochs)) for model in plan.models]
+
+
+def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
+    """One row: of every block's output, mean cosines between positions, of activations and of gradients."""
+    data = Data.load(place.data, settings.images)
+    model = trained(run.model, settings, data, place.out, run.epochs)
+    found: dict[str, Tensor] = {}
+    for name in blocks_of(model):
+        model.get_submodule(name).register_forward_hook(partial(noted, found, name))
+    generator = torch.Generator(data.x_train.device).manual_seed(0)
+    chosen = torch.randperm(len(data.x_train), generator=generator, device=data.x_train.device)[
+        : min(64, settings.batch)
+    ]
+    x, targets = augmented(data, chosen, settings, generator)
+    F.cross_entropy(model(x), targets).backward()
+    blocks = {}
+    for name, its in found.items():
+        assert its.grad is not None
+        kinds = {"activations": its.detach(), "gradients": its.grad}
+        blocks[name] = {kind: cosines(on_grid(run.model, tensor)) for kind, tensor in kinds.items()}
+    yield {"blocks": blocks}
+
+
+def noted(found: dict[str, Tensor], name: str, module: nn.Module, given: Any, output: Tensor) -> None:
+    output.retain_grad()
+    found[name] = output
+
+
+def on_grid(model: str, x: Tensor) -> Tensor:
+    """A block's output as ``[B, T, H, W, C]``; class tokens are left out."""
+    if model == "vit":
+        side = int((x.shape[1] - 1) ** 0.5)
+        x = x[:, -side * side :].unflatten(1, (side, side))
+    if model.startswith("convnext"):
+        x = x.movedim(1, -1)
+    return x if x.dim() == 5 else x[:, None]
+
+
+def cosines(x: Tensor) -> dict[str, float]:
+    """Mean cosines of pairs of positions ``[B, T, H, W, C]``, where there are pairs."""
+    if not x.any():  # after the last block of a ViT the class token alone has a gradient
+        return {}
+    x = F.normalize(x.float(), dim=-1)
+    flat = x.flatten(1, 3)
+    any_two = flat[:, torch.randperm(flat.shape[1], generator=torch.Generator().manual_seed(0)).to(x.device)]
+    pairs = {
+        "neighbours": [(x[:, :, 1:], x[:, :, :-1]), (x[:, :, :, 1:], x[:, :, :, :-1])],
+        "frames": [(x[:, 1:], x[:, :-1])],
+        "far": [(flat, any_two)],
+    }
+    sums = {kind: [(a * b).sum(-1).flatten() for a, b in both] for kind, both in pairs.items()}
+    return {kind: round(float(torch.cat(its).mean()), 4) for kind, its in sums.items() if sum(map(len, its))}
+
+
+def table(rows: list[Row]) -> str:
+    cells = []
+    for row in results.of(rows, "similarity", "blocks"):
+        for block, kinds in row["blocks"].items():
+            numbers = [f"{its[pair]:.3f}" if pair in its else "–" for its in kinds.values() for pair in PAIRS]
+            cells.append((row["model"], block, *numbers))
+    names = [f"{kind}, {pair}" for kind in ("activations", "gradients") for pair in PAIRS]
+    return results.table(("model", "block", *names), cells)
+
+
+def drawings(rows: list[Row]) -> dict[str, list[Drawing]]:
+    panels = []
+    for row in results.of(rows, "similarity", "blocks"):
+        for kind in ("activations", "gradients"):
+            lines = {
+                pair: [(float(i), its[kind][pair]) for i, its in enumerate(row["blocks"].values()) if pair in its[kind]]
+                for pair in PAIRS
+            }
+            panels.append(drawn(f"{row['model']}: {kind}", "cosine of two positions", "block", lines))
+    return {"": panels}
+
+
+def findings(rows: list[Row]) -> list[Finding]:
+    """Of every model: whether neighbours are more alike in the first block than in the last."""
+    paper = "frames are alike in the bottom layers and quite different in the top ones, activations and gradients"
+    found = []
+    for row in results.of(rows, "similarity", "blocks"):
+        first, *_, last = (its for its in row["blocks"].values() if its["gradients"])
+        pair = "frames" if "frames" in first["activations"] else "neighbours"
+        texts = [f"{kind} {first[kind][pair]:.2f} → {last[kind][pair]:.2f}" for kind in ("activations", "gradients")]
+        agrees = all(first[kind][pair] > last[kind][pair] for kind in ("activations", "gradients"))
+        found.append(
+            Finding(f"video 1 ({row['model']})", paper, f"{pair}, first → last block: {', '.join(texts)}", agrees)
+        )
+    return found

@@ -1,0 +1,167 @@
+"""Along training: norms of gradients, and how an arm's model parts from that of full backpropagation.
+
+Both are trained in turn, epoch by epoch, from the same weights on the same batches. "other order" is the control: full
+backpropagation twice, with other batches.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from statistics import mean
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..adapters.blocks import blocks_of
+from ..report.sheet import Drawing, drawn
+from . import results
+from .arms import FULL
+from .plan import Plan
+from .results import Finding
+from .training import Data, Place, Row, Run, Settings, Training, predictions, train
+
+PAPERS, CONTROL = "grid 0.5", "other order"
+ARMS_HERE = (PAPERS, "own rows 0.5", "down exact, own rows 0.5", CONTROL)
+
+
+def jobs(plan: Plan) -> list[Run]:
+    arms = plan if plan.arms else replace(plan, arms=ARMS_HERE)
+    return [
+        Run(model, arm, seed, max(plan.epochs))
+        for seed in range(plan.seeds)
+        for model in plan.models
+        for arm in arms.arms_of(model)
+        if arm != FULL
+    ]
+
+
+def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
+    """A row per epoch: norms by block in both runs, cosines of their weights, and how many predictions agree."""
+    data, settings = Data.load(place.data, settings.images), replace(settings, evaluations=run.epochs)
+    pairs: list[Training] = []
+    norms: list[dict[str, list[Tensor]]] = []
+
+    def begin(training: Training) -> None:
+        pairs.append(training)
+        norms.append(watched(training.model))
+
+    both = [train(its, settings, data, begin) for its in (replace(run, arm=FULL), run)]
+    for full, mine in zip(*both, strict=True):
+        a, b = (its.model for its in pairs)
+        same = predictions(a, data, settings.batch) == predictions(b, data, settings.batch)
+        yield {
+            "epoch": mine["epoch"], "accuracy": mine["accuracy"], "full_accuracy": full["accuracy"],
+            "agreement": 100 * float(same.float().mean()), "weights": weights(a, b),
+            "full_norms": emptied(norms[0], pairs[0].steps), "norms": emptied(norms[1], pairs[1].steps),
+        }  # fmt: skip
+
+
+def block_names(model: nn.Module) -> Callable[[str], str]:
+    """Of a parameter's name, the block it is in, "" outside of blocks."""
+    blocks = blocks_of(model)
+    return lambda name: next((block for block in blocks if name.startswith(f"{block}.")), "")
+
+
+def watched(model: nn.Module) -> dict[str, list[Tensor]]:
+    """block -> squared norms of its gradients, as they come, before they are clipped."""
+    of, found = block_names(model), dict[str, list[Tensor]]()
+    for name, p in model.named_parameters():
+        into = found.setdefault(of(name), [])
+        p.register_post_accumulate_grad_hook(lambda p, into=into: into.append(p.grad.detach().square().sum()))
+    return found
+
+
+def emptied(found: dict[str, list[Tensor]], steps: int) -> dict[str, float]:
+    """block -> the norm of its gradient, root mean square over the steps of an epoch."""
+    means = {block: float((torch.stack(values).sum() / steps).sqrt()) for block, values in found.items()}
+    for values in found.values():
+        values.clear()
+    return means
+
+
+def weights(a: nn.Module, b: nn.Module) -> dict[str, float]:
+    """block -> the cosine of its matrices in both models; "all": of all of them. Vectors, which begin equal, are left
+    out."""
+    of = block_names(a)
+    sides: list[dict[str, list[Tensor]]] = [{}, {}]
+    for side, model in zip(sides, (a, b), strict=True):
+        for name, p in model.named_parameters():
+            for block in (of(name), "all") if p.dim() > 1 else ():
+                side.setdefault(block, []).append(p.detach().flatten())
+    return {
+        block: float(F.cosine_similarity(torch.cat(sides[0][block]), torch.cat(sides[1][block]), dim=0))
+        for block in sides[0]
+    }
+
+
+def table(rows: list[Row]) -> str:
+    cells = []
+    for (model, arm), its in series(rows).items():
+        row = its[-1]
+        ratio = mean(row["norms"][block] / row["full_norms"][block] for block in row["norms"] if block)
+        cells.append((
+            model, arm, row["epoch"], f"{row['full_accuracy']:.1f}", f"{row['accuracy']:.1f}",
+            f"{row['agreement']:.1f}", f"{row['weights']['all']:.3f}", f"{ratio:.2f}",
+        ))  # fmt: skip
+    header = ("model", "arm", "epoch", "accuracy of full", "of the arm", "predictions agree, %", "cosine of weights",
+              "gradient norms, arm / full")  # fmt: skip
+    return results.table(header, cells)
+
+
+def series(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
+    """(model, arm) -> rows of its first seed over epochs."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in sorted(results.of(rows, "trajectory", "agreement"), key=lambda row: (row["seed"], row["epoch"])):
+        if row["seed"] == 0:
+            found.setdefault((row["model"], row["arm"]), []).append(row)
+    return found
+
+
+def drawings(rows: list[Row]) -> dict[str, list[Drawing]]:
+    """A sheet per model: norms of some blocks, full and arms; weights; agreement."""
+    sheets: dict[str, list[Drawing]] = {}
+    found = series(rows)
+    for model in dict.fromkeys(model for model, _ in found):
+        mine = {arm: its for (name, arm), its in found.items() if name == model}
+        first = next(iter(mine.values()))
+        norms = [(FULL, "full_norms", first), *((arm, "norms", its) for arm, its in mine.items() if arm != CONTROL)]
+        sheets[model] = [norms_drawn(f"{model}: {who}", its, key) for who, key, its in norms]
+        for key, unit in (("weights", "cosine of weights with full"), ("agreement", "predictions equal to full's, %")):
+            lines = {
+                arm: [(row["epoch"], row[key]["all"] if key == "weights" else row[key]) for row in its]
+                for arm, its in mine.items()
+            }
+            sheets[model].append(drawn(f"{model}: {key}", unit, "epoch", lines))
+    return sheets
+
+
+def norms_drawn(title: str, rows: list[Row], key: str) -> Drawing:
+    """Of four blocks or so, over epochs."""
+    blocks = [block for block in rows[0][key] if block]
+    some = blocks[:: max(1, len(blocks) // 4)]
+    lines = {block: [(row["epoch"], row[key][block]) for row in rows] for block in some}
+    return drawn(title, "norm of a block's gradient", "epoch", lines, from_zero=True)
+
+
+def findings(rows: list[Row]) -> list[Finding]:
+    """Of the papers' setting, the default one here; the control beside it."""
+    found, result = series(rows), []
+    for model, figure in (("vit", "9"), ("convnext", "10")):
+        if (model, PAPERS) not in found:
+            continue
+        last, control = found[model, PAPERS][-1], found.get((model, CONTROL))
+        lowest = min(last["norms"][block] / last["full_norms"][block] for block in last["norms"] if block)
+        text = f"lowest block: {lowest:.2f} of the full norm after {last['epoch']} epochs"
+        result.append(Finding(f"{figure} ({model})", "weight gradients do not vanish", text, lowest > 0.1))
+        cosine, agreement = last["weights"]["all"], last["agreement"]
+        text = f"{cosine:.2f} after {last['epoch']} epochs"
+        if control:
+            text += f"; full with other batches {control[-1]['weights']['all']:.2f}"
+        paper = "weights part: a cosine of 0.14 (ViT-T) and 0.06 (ConvNeXt-B) in the end"
+        result.append(Finding(f"11 ({model})", paper, text, True if cosine < 0.5 else None))
+        text = f"{agreement:.1f} %, accuracies {last['full_accuracy']:.1f} and {last['accuracy']:.1f}"
+        if control:
+            text += f"; full with other batches {control[-1]['agreement']:.1f} %"
+        higher = agreement > max(last["accuracy"], last["full_accuracy"])
+        result.append(Finding(f"8.6 ({model})", "predictions agree more often than they are right", text, higher))
+    return result
