@@ -4,8 +4,7 @@
 #
 # GOLFDATA has golfdb96_avif.npz, lite2.pt (ImageNet's weights of efficientnet_lite2) and, if the installed Pillow reads no AVIF,
 # another one in pillow/. OUT gets a table for each experiment, and metrics.tar.gz with the metrics and logs of all runs.
-# May be set: LIMIT (520 s for all runs), SWINGS (so many of each part only), COMMON (options of all runs) and SBP (options of
-# recognition's arms with SBP).
+# May be set: LIMIT (520 s for all runs), SWINGS (so many of each part only) and COMMON (options of all runs).
 set -eu
 GOLFDATA=$1 OUT=$2 WORK=${TMPDIR:-/tmp}/golf
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
@@ -18,16 +17,11 @@ paired() { # NAME JOBS SEEDS METRICS ARMS…, options of all
   python benchmarks/paired_runs.py "benchmarks/golf/$name.yaml" --out "$WORK/runs/$name" --jobs "$jobs" --seeds "$seeds" \
     --limit "${LIMIT:-520}" --metrics $metrics --arm full "$@" ${COMMON:-} | sed -u "s/^/$name | /" | tee "$OUT/$name.txt"
 }
-online() { # NAME JOBS, further options of all
-  local name=$1 jobs=$2; shift 2
-  paired "$name" "$jobs" 3 "map tad" --arm "sbp --sbp.preset=default --sbp.keep_ratio=0.2 --sbp.per_sample=true" \
-    --arm "frozen --task.encoder.frozen=true" -- --task.data.root="$WORK/swings" "$@"
-}
-online pretrained 3 --task.encoder.weights="$GOLFDATA/lite2.pt" &
-online scratch 5 &
-FRAMES="--sbp.preset=default --sbp.sampler=frames --sbp.per_sample=true ${SBP:-}"
-paired phases 4 5 top1 --arm "half $FRAMES --sbp.keep_ratio=0.5" --arm "quarter $FRAMES --sbp.keep_ratio=0.25" \
+SBP="--sbp.preset=default --sbp.per_sample=true"
+paired pretrained 9 3 "map tad" --arm "sbp $SBP --sbp.keep_ratio=0.2" --arm "frozen --task.encoder.frozen=true" \
+  -- --task.data.root="$WORK/swings" --task.encoder.weights="$GOLFDATA/lite2.pt" &
+SBP="$SBP --sbp.sampler=frames"
+paired phases 5 5 top1 --arm "half $SBP --sbp.keep_ratio=0.5" --arm "quarter $SBP --sbp.keep_ratio=0.25" \
   -- --task.data.root="$WORK/phases" --task.model.weights="$GOLFDATA/lite2.pt" &
-paired swin 1 1 top1 -- --task.data.root="$WORK/phases" &
 wait
 tar -C "$WORK/runs" -czf "$OUT/metrics.tar.gz" $(cd "$WORK/runs" && find . -name metrics.jsonl -o -name log.txt)

@@ -152,8 +152,7 @@ class _TransformerBlock(torch.autograd.Function):
             kept=d_middle, base=dy, scope=ctx.options.scope, dtype=ctx.dtype, cut=cut,
         )  # fmt: skip
         totals = steps.totals()
-        grads1 = attention_gradients(products1, totals, p1, needs1)
-        grads2 = mlp_gradients(products2, totals, p2, needs2)
+        grads1, grads2 = attention_gradients(products1, totals, p1), mlp_gradients(products2, totals, p2)
         return (
             *BlockInputs(dx.view(shape)),
             *NO_WINDOWS,

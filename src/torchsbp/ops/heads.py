@@ -96,10 +96,11 @@ def project(n: Tensor, weight: Tensor, bias: Grad, heads: int, parts: int = 3) -
 
 def project_kept(n_q: Tensor, n: Tensor, weight: Tensor, bias: Grad, heads: int) -> QKV:
     """Queries of the rows ``n_q [B, k, C]``, keys and values of the rows ``n [B, N, C]``."""
-    width = weight.shape[0] // 3
-    bias_q, bias_kv = (None, None) if bias is None else (bias[:width], bias[width:])
-    (q,) = project(n_q, weight[:width], bias_q, heads, 1)
-    return QKV(q, *project(n, weight[width:], bias_kv, heads, 2))
+    sizes = weight.shape[0] // 3, weight.shape[0] // 3 * 2
+    weight_q, weight_kv = weight.split_with_sizes(sizes)
+    bias_q, bias_kv = (None, None) if bias is None else bias.split_with_sizes(sizes)
+    (q,) = project(n_q, weight_q, bias_q, heads, 1)
+    return QKV(q, *project(n, weight_kv, bias_kv, heads, 2))
 
 
 def normalised(qkv: QKV, p: AttentionParams, spec: AttentionSpec) -> QKV:
@@ -142,6 +143,8 @@ def attend_normalised_backward(
     needs: Needs,
 ) -> tuple[QKV, HeadGradients]:
     """Gradients of Q, K, V before norms and rotation, and of what else attention has. Queries are those of ``rows``."""
+    if spec.qk_norm is None and p.rope is None and cut.places is None:  # nothing but attention
+        return QKV(*attend_backward(do, *qkv, o, lse, spec.softmax_scale, spec.fused)), HeadGradients()
     q = Turned(qkv.q, p.q_norm_weight, p.q_norm_bias, rows, p, spec)
     k = Turned(qkv.k, p.k_norm_weight, p.k_norm_bias, rows if spec.rule.key_rows else None, p, spec)
     d_bias: Grad = None

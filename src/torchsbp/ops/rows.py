@@ -96,7 +96,7 @@ def new_value(x: Tensor) -> Tensor:
 def inverse(rows: Tensor, size: int) -> Tensor:
     """The inverse of ``rows``: the place of each of ``size`` rows among the kept ones, -1 for the rest."""
     none = torch.full((size,), -1, dtype=torch.int32, device=rows.device)
-    return none.index_copy(0, rows, torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device))
+    return none.index_copy_(0, rows, torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device))
 
 
 def by_rows(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..adapters import lean as L
 from ..adapters import lora
-from ..adapters.names import find
+from ..adapters.names import find, parameter
 from ..errors import UsageError
 from ..ops import rows as R
 from ..ops.activations import GATED, activation_of
@@ -211,7 +211,9 @@ def through(block: nn.Module, name: str, x: Tensor) -> Tensor:
 
 def affine(module: nn.Module | None) -> tuple[Any, Any]:
     """Weight and bias of a norm or convolution; None where it has none."""
-    return getattr(module, "weight", None), getattr(module, "bias", None)
+    if module is None or isinstance(module, nn.Identity):
+        return None, None
+    return parameter(module, "weight"), parameter(module, "bias")
 
 
 def stack(layers: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
@@ -229,7 +231,8 @@ def matrix(block: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of a block's linear layer or 1×1 convolution, as a matrix; adapters may be put on it any time."""
     layer = find(block, name)
     if isinstance(layer, (nn.Linear, nn.Conv2d)):
-        return layer.weight.flatten(1), layer.bias
+        weight, bias = affine(layer)
+        return weight if weight.dim() == 2 else weight.flatten(1), bias
     refuse(block, list(L.check_linear(name, layer)))
     return lora.weight(layer), layer.base_layer.bias
 
