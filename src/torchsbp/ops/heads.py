@@ -12,7 +12,7 @@ from .named import Needs
 from .rotary import rope_gradient
 from .rules import RULES, Rule
 from .sdpa import attend, attend_backward
-from .window_attention import Cut, Padding
+from .window_attention import Cut, Padding, WindowGradients
 
 
 class AttentionParams(NamedTuple):
@@ -152,22 +152,52 @@ def attend_normalised_backward(
     if cut.places is None:
         dq, dk, dv = attend_backward(do, q.y, k.y, qkv.v, o, lse, spec.softmax_scale, spec.fused)
     else:
-        assert p.score_bias is not None
-        unequal = rows if cut.kept is None else None
-        n = k.y.shape[2]
-        queries = [put_head_rows(t, unequal, n) for t in (do, q.y, o)]
-        lse = put_head_rows(lse.unsqueeze(-1), unequal, n, torch.inf).squeeze(
-            -1
-        )  # what is no query has no probabilities
-        dq, dk, dv, d_bias, d_padding = device_of(do).windows(do).backward(
-            queries[0], queries[1], k.y, qkv.v, queries[2], lse, p.score_bias, padding_of(p, spec), cut,
-            spec.softmax_scale, spec.rule.key_rows, needs.score_bias,
-        )  # fmt: skip
-        dq = take_head_rows(dq, unequal)
+        dq, dk, dv, d_bias, d_padding = in_windows_backward(
+            do, QKV(q.y, k.y, qkv.v), o, lse, rows, cut, p, spec, needs.score_bias
+        )
     dq, dqw, dqb, dq_rope = q.backward(dq, needs.q_norm_weight, needs.q_norm_bias, needs.rope)
     dk, dkw, dkb, dk_rope = k.backward(dk, needs.k_norm_weight, needs.k_norm_bias, needs.rope)
     d_rope = None if dq_rope is None or dk_rope is None else dq_rope + dk_rope
     return QKV(dq, dk, dv), HeadGradients(dqw, dqb, dkw, dkb, d_bias, padding_backward(d_padding, p, spec), d_rope)
+
+
+def in_windows_backward(
+    do: Tensor,
+    qkv: QKV,
+    o: Tensor,
+    lse: Tensor,
+    rows: R.Rows,
+    cut: Cut,
+    p: AttentionParams,
+    spec: AttentionSpec,
+    needs_bias: bool,
+) -> WindowGradients:
+    """Queries that are not equally many in every window are put where they are among all rows."""
+    assert p.score_bias is not None
+    (q, k, v), unequal = qkv, cut.kept is None and rows is not None
+    if unequal:
+        n = k.shape[2]
+        do, q, o = (put_head_rows(t, rows, n) for t in (do, q, o))
+        lse = put_head_rows(lse.unsqueeze(-1), rows, n, torch.inf).squeeze(-1)  # no query there, no probabilities
+    found = (
+        device_of(do)
+        .windows(do)
+        .backward(
+            do,
+            q,
+            k,
+            v,
+            o,
+            lse,
+            p.score_bias,
+            padding_of(p, spec),
+            cut,
+            spec.softmax_scale,
+            spec.rule.key_rows,
+            needs_bias,
+        )
+    )
+    return found._replace(q=take_head_rows(found.q, rows)) if unequal else found
 
 
 def padding_backward(d_padding: Padding | None, p: AttentionParams, spec: AttentionSpec) -> Padding | None:

@@ -265,9 +265,9 @@ def qkv_of(block: nn.Module, parts: L.TransformerBlock) -> tuple[Tensor, Tensor 
     """Weight and bias of the projection to queries, keys and values."""
     weight, bias = projection_of(block, parts.qkv)
     if find(block, parts.head_first):
-        heads = find(block, parts.heads)
+        by_head = find(block, parts.heads), 3, -1
         weight, bias = (
-            t if t is None else t.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2) for t in (weight, bias)
+            t if t is None else t.unflatten(0, by_head).transpose(0, 1).flatten(0, 2) for t in (weight, bias)
         )
     biases = [b for b in (find(block, name) for name in parts.qkv_bias) if b is not None]
     bias = torch.cat(biases) if biases else bias
