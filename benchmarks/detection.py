@@ -289,7 +289,11 @@ def rows_of(setting: Setting) -> Iterator[Row]:
         yield {}
         case.time(2)
         row = case.peak() | case.busy()
-    yield {"step ms": case.time(setting.steps), **row}
+    row = {"step ms": case.time(setting.steps), **row}
+    if setting.device == "cuda":
+        with torch.autograd.set_multithreading_enabled(False):  # backward in this thread, not in one of the GPU's own
+            row["one thread ms"] = case.time(setting.steps)
+    yield row
 
 
 def add_ratios(rows: list[Row]) -> None:

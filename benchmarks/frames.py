@@ -1,6 +1,6 @@
 """Memory and step time of online action detection against the number of frames: ResNet-50 and LSTR, trained together.
 
-    python benchmarks/frames.py --out benchmarks/results/frames.json   # on a GPU, bf16: eager, and compiled at 160
+    python benchmarks/frames.py --out benchmarks/results/frames.json   # on a GPU, bf16: eager; 160 frames also compiled
     python benchmarks/frames.py --frames 10 20 --size 32 --batch 2 --device cpu --compiled 10   # small, to try it
     python benchmarks/frames.py --show benchmarks/results/frames.json
 
@@ -20,7 +20,7 @@ import torch
 
 import children
 import commandline
-from case import MIB, Row, Stopwatch, release
+from case import MIB, MODES, Row, Stopwatch, release
 from torchsbp import SBPConfig
 from torchsbp.train.data.window import Window
 from torchsbp.train.online.detector import OnlineDetector
@@ -88,8 +88,8 @@ class Case:
         self.model = OnlineDetector(encoder, temporal, config).to(setting.device, memory_format=torch.channels_last)
         if ratio is not None:
             self.model.apply_sbp(SBPConfig(keep_ratio=ratio))
-        if setting.mode == "compiled":
-            self.model.compile()
+        if setting.mode != "eager":
+            self.model.compile(mode=MODES[setting.mode])
         trained = [its for its in self.model.parameters() if its.requires_grad]
         self.optimizer = torch.optim.Adam(trained, lr=1e-6, fused=setting.device == "cuda")
 
@@ -132,8 +132,9 @@ def measured(case: Case) -> Row:
         row["static MiB"] = torch.cuda.memory_allocated() / MIB
         torch.cuda.reset_peak_memory_stats()
     watch = case.steps(case.setting.steps)
-    if cuda:
-        row["peak MiB"] = torch.cuda.max_memory_allocated() / MIB
+    if cuda:  # CUDA graphs hold their memory, and the allocator does not count it as allocated
+        graphs = case.setting.mode == "graphs"
+        row["peak MiB"] = (torch.cuda.max_memory_reserved() if graphs else torch.cuda.max_memory_allocated()) / MIB
     times = [watch.between(i, i + 1) for i in range(case.setting.steps)]
     return row | {"step ms": statistics.median(times)}
 
@@ -177,7 +178,7 @@ def floors(rows: Sequence[Row]) -> list[str]:
     """What was promised of r = 1/5, and what was measured."""
     found = {(row["mode"], row["method"], row.get("frames")): row for row in rows}
     lines = []
-    for mode in ("eager", "compiled"):
+    for mode in MODES:
         row = found.get((mode, "sbp r=1/5", 160), {})
         if "memory" in row:
             held = row["memory"] <= FLOORS["memory"] and row["speed"] >= FLOORS["speed"]
@@ -192,6 +193,7 @@ def floors(rows: Sequence[Row]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--frames", nargs="+", type=int, default=FRAMES)
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="graphs: CUDA graphs")
     parser.add_argument("--compiled", nargs="*", type=int, default=[160], help="numbers of frames to compile for")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD")
     parser.add_argument("--encoder", default="resnet50")
@@ -212,10 +214,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     common = {name: getattr(args, name) for name in ("batch", "size", "device", "chunk", "encoder", "steps")}
     settings = [Setting(method, "eager", tuple(args.frames), **common) for method in args.methods]
-    if args.compiled:
-        settings += [
-            replace(its, mode="compiled", frames=tuple(args.compiled)) for its in settings if its.method in COMPILED
-        ]
+    modes = [mode for mode in args.modes if mode != "eager"] if args.compiled else []
+    compiled = [replace(its, frames=tuple(args.compiled)) for its in settings if its.method in COMPILED]
+    settings = settings if "eager" in args.modes else []
+    settings += [replace(its, mode=mode) for mode in modes for its in compiled]
     rows = []
     for row in children.run(measure, settings, len(METHODS), args.limit):
         rows.append(row)

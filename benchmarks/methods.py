@@ -104,6 +104,7 @@ METHODS = {
     "sbp query r=0.5, saved": sbp(keep_ratio=0.5, recompute=False),
     "sbp query r=0.5, saved + checkpoint": sbp_and_checkpoint(keep_ratio=0.5),
     "sbp query r=0.25": sbp(keep_ratio=0.25),
+    "sbp query r=0.25, per sample": sbp(keep_ratio=0.25, per_sample=True),
     "sbp query r=0.25, half saved": sbp(keep_ratio=0.25, recompute=0.5),
     "sbp query r=0.25, saved": sbp(keep_ratio=0.25, recompute=False),
     "sbp query r=0.25, all blocks": sbp(keep_ratio=0.25, blocks=1.0),

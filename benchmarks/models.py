@@ -1,4 +1,4 @@
-"""The models that are measured: the papers' Table 1, Swin, DINOv3, EVA02, video; at usual batch sizes."""
+"""The models that are measured: the papers' Table 1, Swin, DINOv3, EVA02, BEiT, MaxViT, video; at usual batch sizes."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ CONVNEXT = ("full", "checkpoint", "sbp query r=0.5", "sbp query r=0.5, saved")
 RATIOS = ("full", "sbp query r=0.5", "sbp query r=0.25")
 VIDEO = ("full", "checkpoint", "exact, lean (r=1)", *(f"sbp frames r={ratio}" for ratio in (0.5, 0.25, 0.125)))
 BOTH = ("eager", "compiled")
+SMALL = ("full", "sbp query r=0.25", "sbp query r=0.25, per sample")
 TINY_SWIN = {"embed_dim": 24, "depths": [1, 1, 2, 1], "num_heads": [1, 2, 2, 4], "window_size": [2, 4, 4]}
 
 
@@ -58,11 +59,17 @@ class Video(Model):
 
 MODELS = {
     "vit_base": Model("vit_base_patch16_224", 256, modes=("eager", "compiled")),
+    **{f"vit_base_{batch}": Model("vit_base_patch16_224", batch, methods=SMALL, modes=BOTH) for batch in (8, 32, 64)},
+    "vit_small": Model("vit_small_patch16_224", 64, methods=SMALL, modes=BOTH),
+    "vit_large": Model("vit_large_patch16_224", 64, methods=SMALL, modes=BOTH),
     "vit_tiny": Model("vit_tiny_patch16_224", 256, methods=VIT, modes=("compiled", "graphs")),
     "convnext_tiny": Model("convnext_tiny", 128, channels_last=True, methods=CONVNEXT, modes=("eager", "compiled")),
     "convnext_base": Model("convnext_base", 64, channels_last=True, methods=CONVNEXT, modes=("compiled", "graphs")),
     "dinov3_base": Model("vit_base_patch16_dinov3", 256, methods=VIT, modes=("compiled",)),
     "swin_tiny": Model("swin_tiny_patch4_window7_224", 128, methods=CONVNEXT, modes=("eager", "compiled")),
+    "swinv2_tiny": Model("swinv2_tiny_window8_256", 128, 256, methods=RATIOS, modes=BOTH),
+    "beit_base": Model("beit_base_patch16_224", 64, methods=RATIOS, modes=BOTH),
+    "maxvit_tiny": Model("maxvit_tiny_tf_224", 64, methods=RATIOS, modes=BOTH),
     "eva02_base": Model("eva02_base_patch14_224", 64, methods=RATIOS, modes=BOTH),
     "video_swin_tiny": Video("swin3d_t", 16, methods=VIDEO, modes=BOTH),
     "video_swin_base": Video("swin3d_b", 8, methods=VIDEO, modes=BOTH),

@@ -189,6 +189,14 @@ TRANSFORMERS = {
         same_bits=False,
         drop_path="drop_path_rate",
         use_relative_position_bias=True,
+        layer_scale_init_value=0.5,
+        **VIT,
+    ),
+    "transformers data2vec": lean_transformers(
+        "Data2VecVisionForImageClassification",
+        same_bits=False,
+        drop_path="drop_path_rate",
+        use_relative_position_bias=True,
         use_shared_relative_position_bias=True,
         layer_scale_init_value=0.5,
         **VIT,
@@ -301,6 +309,7 @@ def pointwise(name: str, **options: Any) -> Tiny:
     return Tiny(of_timm(name, **CONVNEXT_SIZES | options), "maps")
 
 
+MISH = {"transformer_act_layer": "mish"}  # no description knows it: blocks run again
 HYBRIDS = {
     "coatnet": hybrid("coatnet_0_rw_224", transformer_init_values=0.5),
     "coatnet relative mlp": hybrid("coatnet_rmlp_nano_rw_224"),
@@ -309,11 +318,24 @@ HYBRIDS = {
     "coatnext": hybrid("coatnext_nano_rw_224", conv_init_values=0.5),
     "maxvit": hybrid("maxvit_tiny_rw_224", transformer_init_values=0.5),
     "maxvit tf": hybrid("maxvit_tiny_tf_224", head_hidden_size=32),
+    "coatnet, own activation": hybrid("coatnet_0_rw_224", **MISH),
+    "maxvit, own activation": hybrid("maxvit_tiny_rw_224", **MISH),
+    "maxvit channels first, own activation": hybrid("maxvit_tiny_rw_224", transformer_use_nchw_attn=True, **MISH),
     "maxvit parallel": hybrid("maxvit_tiny_pm_256", transformer_dim_head=4),
     "maxvit channels first": hybrid("maxvit_tiny_rw_224", transformer_use_nchw_attn=True),
     "maxxvit relative mlp": hybrid("maxxvit_rmlp_nano_rw_256", conv_init_values=0.5),
     "maxxvit v2": hybrid("maxxvitv2_nano_rw_256", conv_init_values=0.5, head_hidden_size=None),
 }
+
+
+def torchvision_maxvit(**options: Any) -> nn.Module:
+    sizes = {"input_size": (64, 64), "stem_channels": 8, "partition_size": 4, "block_channels": [8, 16], "head_dim": 8}
+    return torchvision.models.MaxVit(**sizes | {"block_layers": [1, 2], "stochastic_depth_prob": 0.0} | options)
+
+
+HYBRIDS["torchvision maxvit"] = Tiny(
+    torchvision_maxvit, "maps", (3, 64, 64), drop_path="stochastic_depth_prob", same_bits=False
+)
 POINTWISE = {
     "convnext v2": pointwise("convnextv2_tiny"),
     "convnext v2 1×1 conv, layer scale": pointwise("convnextv2_atto", ls_init_value=0.5),

@@ -109,14 +109,16 @@ def gate_heads(block: nn.Module, gate: Gate, parts: Any, config: SBPConfig, head
     middle: list[Tensor] = []
     find(block, parts.norm2 or parts.fc1).register_forward_pre_hook(lambda module, args: middle.append(args[0]))
 
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         contributed: list[Tensor] = []
         with torch.random.fork_rng(), written_out(silent=silent), hooked(end, contributed.append):
             own(*args, **kwargs)
         (kept,) = contributed
         with written_out(), hooked(end, lambda y: kept + (y - kept).detach()):
             y = own(*args, **kwargs)
-        return gate(y, middle[-1] if config.scope == "branch" else None, config.scale == "rows")
+        y, *rest = y if isinstance(y, tuple) else (y,)
+        y = gate(y, middle[-1] if config.scope == "branch" else None, config.scale == "rows")
+        return (y, *rest) if rest else y
 
     block.forward = forward
 

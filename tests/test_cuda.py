@@ -114,7 +114,11 @@ def test_a_whole_step_as_a_cuda_graph(name):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("options", [{}, {"per_sample": True, "sampler": "random"}, {"per_block": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"per_sample": True, "sampler": "random"}, {"per_block": True, "exact_downsampling": True}],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["vit", "convnext", "swin"])
 def test_masks_are_drawn_as_one_launch(name, options, padded):
     """From the second forward on a graph draws them: the same masks, also while an earlier backward has not come."""

@@ -163,7 +163,10 @@ def test_autocast_forward_equals_plain_and_gradients_are_as_close(family):
         y, found = step(model, x)
         expected_y, expected = step(plain, x)
     assert y.dtype == expected_y.dtype
-    if "eager" in family:  # written out, ours scales queries, theirs scores: rounded otherwise, not worse
+    if "eager" in family or family in (
+        "beit",
+        "data2vec",
+    ):  # ours scales queries, or has a bias: rounded otherwise, not worse
         assert (y - exact_y).norm() <= 2 * (expected_y - exact_y).norm()
     else:
         torch.testing.assert_close(y, expected_y, rtol=0, atol=1e-5)

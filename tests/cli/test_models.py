@@ -29,7 +29,7 @@ def test_every_adapter_is_listed_with_its_classes(capsys):
     assert lines[0] == "timm"
     assert "torchvision" in lines
     assert "    Block                      lean, else run again" in lines
-    assert "lean: the backward pass is written out for its parts; attention rules of all: query, qkv, exact" in lines
+    assert "lean: the backward pass is written out for its parts; attention rules of all: query, exact" in lines
     assert "run again: its own forward runs again on kept rows; attention rules of all: query" in lines
 
 

@@ -72,7 +72,7 @@ def test_a_bias_of_all_scores_equals_reference(ratio, shared, rule):
     x, dy, p = inputs(qk_norm=True)
     p = p._replace(score_bias=param(HEADS, N, N))
     rows, heads = (None, torch.tensor([0, 2])) if rule == "head" else (kept_rows(B, N, ratio, shared), None)
-    check(x, dy, p, rows, heads, spec_of(rule, qk_norm=Norm()), cut=one_window(N, rows, B, shared, x.device))
+    check(x, dy, p, rows, heads, spec_of(rule, qk_norm=Norm()), cut=one_window(N, rows, B, x.device))
 
 
 @pytest.mark.parametrize("rule", ["query", "qkv", "exact"])

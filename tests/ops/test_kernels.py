@@ -19,9 +19,10 @@ from torchsbp.ops.kernel_steps import (
     keep_rows,
     launch,
     rotated,
+    scaled_last_layer,
     take_rows,
 )
-from torchsbp.ops.layers import NO_NORM, BackwardOptions, Norm, norm_again
+from torchsbp.ops.layers import NO_NORM, BackwardOptions, Norm, last_layer_gradients, norm_again
 from torchsbp.ops.mlp import MLPSpec, mlp_branch
 from torchsbp.ops.rotary import rotate, rotate_backward
 from torchsbp.ops.rows import RowWeight, inverse
@@ -222,6 +223,16 @@ def test_stack(apart):
     alone = randn(SAMPLES * 5, C, dtype=torch.bfloat16) if apart else None
     (stacked,) = check(lambda steps: (steps.stack(*matrices, apart=alone, total="qkv"),), 3 * C, half=True)
     assert torch.equal(stacked, torch.cat(matrices, 1))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("width", [40, 1500])
+def test_last_layer(width, bias):
+    product, total, weight, scale = randn(C, width), randn(C), randn(C, width), randn(C)
+    arguments = total, weight, randn(C) if bias else None, scale
+    expected = last_layer_gradients(product.clone(), *arguments)
+    for a, b in zip(scaled_last_layer(launch, product, *arguments), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
 
 
 def test_totals_are_all_those_announced_each_once():

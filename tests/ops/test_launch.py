@@ -13,6 +13,7 @@ class Kernel:
     """Stands in for a compiling JITFunction: says what was bound by name, and what was handed over in order."""
 
     arg_names = ("x", "scale", "count", "eps", "C")
+    function, packed_metadata = "handle", "metadata"
 
     def __init__(self) -> None:
         self.bound, self.direct = [], []
@@ -22,7 +23,10 @@ class Kernel:
             self.bound.append(arguments)
             return self
 
-        return bind if len(grid) == 1 else lambda *arguments: self.direct.append((grid, arguments))
+        return bind
+
+    def run(self, *arguments):
+        self.direct.append(arguments)
 
 
 @pytest.fixture
@@ -33,6 +37,7 @@ def kernel(monkeypatch):
     monkeypatch.setattr(row_kernels, "take", kernel)
     monkeypatch.setattr(module, "_KERNELS", {})
     monkeypatch.setattr(module, "_COMPILED", {})
+    monkeypatch.setattr(module, "stream", lambda device: "stream")
     return kernel
 
 
@@ -41,9 +46,9 @@ def test_a_second_launch_of_the_same_kind_is_direct(kernel):
     launch("take", (4,), x=x, count=32, eps=1e-6, scale=None, C=8, num_warps=2)
     launch("take", (7,), x=y, count=48, eps=1e-5, scale=None, C=8, num_warps=2)
     assert len(kernel.bound) == 1
-    ((grid, arguments),) = kernel.direct
-    assert grid == (7, 1, 1)
-    assert arguments == (y.data_ptr(), None, 48, 1e-5, 8)
+    hooks = None, None, None
+    expected = 7, 1, 1, "stream", "handle", "metadata", *hooks, y.data_ptr(), None, 48, 1e-5, 8
+    assert kernel.direct == [expected]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from timm.models.maxxvit import grid_partition
 from torch import Tensor
 
 from torchsbp.ops import reference, window_launches
@@ -18,7 +19,7 @@ from torchsbp.ops.window_attention import Cut, Padding, WindowAttention
 from torchsbp.ops.window_launches import KernelWindowAttention
 from torchsbp.sampling.windows import Partition, cut_all, first_in_each
 
-from .helpers import assert_same_gradients, attention_params, gradients, mlp_params, param, post_norm
+from .helpers import assert_same_gradients, attention_params, gradients, kept_rows, mlp_params, param, post_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, HEADS, SCALE = 2, 2, 0.3
@@ -143,6 +144,29 @@ def test_kernels_equal_the_plain_ones(name, ratio, per_sample, rule, dtype, monk
     for i, (a, b) in enumerate(zip(found, expected, strict=True)):
         assert (a is None) == (b is None), i
         assert a is None or (a - b).norm() <= limit * b.norm() + 1e-6, i
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("rule", ["query", "exact"])
+@pytest.mark.parametrize("strided", [False, True])
+def test_rows_that_are_not_equally_many_in_windows_equal_reference(strided, rule, recompute):
+    torch.manual_seed(0)
+    partition, n, channels = Partition((4, 6), (2, 3), (0, 0), False, strided), 24, 4 * HEADS
+    cut, rows, x = cut_all(partition, torch.device("cpu")), kept_rows(B, n, 0.3), param(B, n, channels)
+    p1 = attention_params(channels, HEADS)._replace(score_bias=param(HEADS, 6, 6))
+    p2, spec = mlp_params(channels, 2 * channels), AttentionSpec(HEADS, SCALE, rule=RULES[rule])
+    options = BackwardOptions(recompute=recompute)
+    ours = transformer_block(x, rows, p1, spec, p2, MLPSpec(), options=options, cut=cut)
+    theirs = reference.transformer_block(x, rows, p1, spec, p2, MLPSpec(), cut=cut)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    dy, leaves = torch.randn_like(x), (x, *p1, *p2)
+    assert_same_gradients(gradients(ours, dy, leaves), gradients(theirs, dy, leaves))
+
+
+def test_strided_windows_are_those_of_maxvit():
+    places = Partition((4, 6), (2, 3), (0, 0), False, True).places(torch.device("cpu"))
+    expected = grid_partition(torch.arange(24).view(1, 4, 6, 1), (2, 3)).flatten(1)
+    assert torch.equal(places, expected)
 
 
 @pytest.mark.parametrize("recompute", [True, False])

@@ -100,7 +100,7 @@ def saved(name: str, depth: int, blocks: list[str]) -> int:
 @pytest.mark.parametrize(
     "name, blocks, numbers",
     [
-        ("coatnet", ["stages.2.*"], 24 * 32),  # the input of the block
+        ("coatnet, own activation", ["stages.2.*"], 24 * 32),  # the input of the block
         (
             "convnext v2",
             ["stages.2.*"],
@@ -111,6 +111,22 @@ def saved(name: str, depth: int, blocks: list[str]) -> int:
 )
 def test_one_more_block_saves_what_the_docs_say(name, blocks, numbers):
     assert saved(name, 3, blocks) - saved(name, 2, blocks) == 8 * 2 * numbers
+
+
+def test_one_more_lean_block_saves_its_input_and_kept_rows_of_attention():
+    """Also the bias, where rows are in its one window, and the projection to queries, keys and values, whose outputs
+    come head by head."""
+    rows, kept, channels, heads = 2 * 24, 2 * 12, 32, 4
+    numbers = rows * channels + kept * (channels + heads) + heads * 24**2 + 24 + kept + 3 * channels * (channels + 1)
+    assert saved("coatnet", 3, ["stages.2.*"]) - saved("coatnet", 2, ["stages.2.*"]) == 8 * numbers
+
+
+def test_what_dropped_rows_save_in_windows():
+    """Sampled, the two units of a MaxViT block don't save the attention output and log-sum-exp of dropped rows."""
+    sampled, exact = (
+        saved("maxvit", 3, [stage]) - saved("maxvit", 2, [stage]) for stage in ("stages.2.*", "stages.1.*")
+    )
+    assert exact - sampled == 8 * 2 * (2 * 24 - 2 * 12) * (32 + 4)
 
 
 @pytest.mark.parametrize(

@@ -211,11 +211,14 @@ def test_a_block_that_appears_twice_is_refused():
     assert not any(isinstance(m, Site) for m in model.modules())
 
 
-@pytest.mark.parametrize("rule", ["qkv", "head"])
-def test_rules_that_a_block_does_not_have(rule):
-    message = rf"blocks.1: attention='{rule}' is not allowed here; allowed: 'query'"
+@pytest.mark.parametrize(
+    "block, rule, allowed",
+    [("ParallelThingsBlock", "qkv", "'query'$"), ("ResPostBlock", "head", "'query', 'qkv', 'exact'$")],
+)
+def test_rules_that_a_block_does_not_have(block, rule, allowed):
+    message = rf"(?m)blocks.1: attention='{rule}' is not allowed here; allowed: {allowed}"
     with pytest.raises(ValueError, match=message):
-        torchsbp.apply(tiny_vit(block_fn=timm.models.vision_transformer.ResPostBlock), attention=rule)
+        torchsbp.apply(tiny_vit(block_fn=getattr(timm.models.vision_transformer, block)), attention=rule)
 
 
 def test_bad_samplers_and_schedules():

@@ -49,7 +49,7 @@ def test_frames_are_padded_in_height_and_width_alone():
         {"sampler": "random"},
         {"per_sample": True},
         {"per_sample": "balanced"},
-        {"per_block": True},
+        {"per_block": True, "exact_downsampling": True},
         {"keep_ratio": 0.25},
     ],
 )
@@ -129,7 +129,7 @@ def test_sizes_that_are_none_are_refused(sizes):
 
 @pytest.mark.parametrize("scale", ["weight", "rows"])
 def test_weights_that_do_not_know_of_sizes_are_refused(scale):
-    model = torchsbp.apply(backbone(), keep_ratio=0.5, scale=scale)
+    model = torchsbp.apply(backbone(), keep_ratio=0.5, scale=scale, exact_downsampling=True)
     with pytest.raises(ValueError, match='use scale="none" with set_sizes'):
         torchsbp.set_sizes(model, [PADDED], PADDED)
 

@@ -36,6 +36,7 @@ PER_SAMPLE_DROPS = (
     "transformers.models.swin.modeling_swin.SwinDropPath",
     "transformers.models.swinv2.modeling_swinv2.Swinv2DropPath",
     "transformers.models.beit.modeling_beit.BeitDropPath",
+    "transformers.models.data2vec.modeling_data2vec_vision.Data2VecVisionDropPath",
     "transformers.models.maskformer.modeling_maskformer_swin.MaskFormerDropPath",
     "transformers.models.convnext.modeling_convnext.ConvNextDropPath",
     "transformers.models.convnextv2.modeling_convnextv2.ConvNextV2DropPath",
@@ -80,6 +81,7 @@ class TransformerBlock(Lean):
 
     ``qkv`` is a layer, or its weight where that is a parameter of the attention module (``in_proj_weight``), or the
     three layers for queries, keys and values; ``qkv_bias`` are their biases where these are not the layer's.
+    ``head_first`` names what says that the layer's outputs come head by head, not queries, keys and values.
     Without ``key_bias`` that of keys is not used. ``softmax_scale`` is one over the root of a head's width where it is
     not said; scores are cosines where ``logit_scale`` names the logarithm of what each head multiplies them by;
     ``fused`` names what says how attention is computed (``FUSED``). If the MLP is ``gated``, ``act`` is that of the
@@ -98,6 +100,7 @@ class TransformerBlock(Lean):
     qkv: str | tuple[str, str, str] = "attn.qkv"
     qkv_bias: tuple[str, ...] = ()
     key_bias: bool = True
+    head_first: str = ""
     q_norm: str = "attn.q_norm"
     k_norm: str = "attn.k_norm"
     attention_norm: str = ""
@@ -140,11 +143,14 @@ class BiasedBlock(TransformerBlock):
     """A ``TransformerBlock`` with something added to its scores, the same for all samples.
 
     ``score_bias``: (block, number of positions, ``arguments`` of the block's call, by name) -> ``[(1,) H, N, N]``, or
-    None if there is none.
+    None if there is none. ``dim``: where rows are in its input: 1 in ``[B, N, C]``, 2 in ``[B, C, H, W]``. ``pair``:
+    the block returns a pair, its output and attention maps; none of these in training.
     """
 
     score_bias: Callable[..., Tensor | None] = no_bias
     arguments: tuple[str, ...] = ()
+    dim: int = 1
+    pair: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,23 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
+
+_QUALIFIED: dict[type, str] = {}
 
 
 def qualified(module: nn.Module | type) -> str:
     """The full name of a class, or of a module's own class, patched, sharded or neither."""
     cls = module if isinstance(module, type) else type(module)
+    if torch.compiler.is_compiling():
+        return _qualified(cls)
+    if cls not in _QUALIFIED:
+        _QUALIFIED[cls] = _qualified(cls)
+    return _QUALIFIED[cls]
+
+
+def _qualified(cls: type) -> str:
     if cls.__bases__ and cls.__bases__[0].__name__ == "FSDPModule":  # made by fully_shard
         cls = cls.__bases__[1]
     cls = cls.__dict__.get("sbp_origin", cls)
@@ -33,11 +44,21 @@ def find(module: Any, name: str) -> Any:
     """The part of that dotted name, None where there is none. ``""`` means the block has no such part."""
     if not name:
         return None
+    quick = not torch.compiler.is_compiling()
     for step in name.split("."):
-        module = getattr(module, step, None)
+        # getattr finds a module's parts in the end, by a method in Python: that takes five times as long.
+        inner = module._modules.get(step) if quick and isinstance(module, nn.Module) else None
+        module = getattr(module, step, None) if inner is None else inner
         if module is None:
             return None
     return module
+
+
+def parameter(module: nn.Module, name: str) -> Any:
+    """``getattr(module, name, None)``, as quick for a parameter."""
+    if torch.compiler.is_compiling() or name not in module._parameters:
+        return getattr(module, name, None)
+    return module._parameters[name]
 
 
 def inside(name: str, part: str) -> bool:

@@ -14,7 +14,7 @@ from .layouts import Grid, Layout, Shrink, Stage, channels_last_grid, early_stag
 from .lean import HEADS_MEET, LINEARS, BiasedBlock, ConvBlock, Downsample, RotaryBlock, TransformerBlock, post_norms
 from .names import find
 from .rerun import Mixer, Patches, PointwiseBlock, Residual
-from .windowed import InWindows, WindowBlock, Windowed
+from .windowed import InWindows, PartitionBlock, WindowBlock, Windowed
 
 # Where timm keeps it, and where it was before.
 ATTENTION = ("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention")
@@ -210,19 +210,37 @@ CONVNEXT = Adapter(
 
 WINDOWS = Residual(mixers=(Mixer("ls1", "norm1", whole=True),), constant=("attn.rel_pos",))
 
+HEAD_FIRST: dict[str, Any] = {"head_first": "attn.head_first", "scale1": "ls1.gamma", "scale2": "ls2.gamma"}
+MAP: dict[str, Any] = {**HEAD_FIRST, "dim": 2, "q_norm": "", "k_norm": ""}
+PARTITION: dict[str, Any] = {"sizes": W.partition_sizes, "score_bias": W.relative_bias}
+MAP_DROPOUTS = ("attn.attn_drop", "attn.proj_drop", "mlp.norm", "mlp.drop")
+MAP_CLASSES = {"attn": ("timm.models.maxxvit.Attention2d",), "mlp": ("timm.layers.mlp.ConvMlp",)}
+
 HYBRID = Adapter(
     name="timm CoAtNet and MaxViT",
     layouts=with_features(Layout("timm.models.maxxvit.MaxxVit", entry="stem", stages=hybrid_stages)),
     blocks={
-        "timm.models.maxxvit.TransformerBlock2d": Residual(
-            mixers=(Mixer("attn", "norm1", dim=2, whole=True),),
-            constant=("attn.rel_pos",),
-            shortcut="shortcut",
-            dim=2,
+        "timm.models.maxxvit.TransformerBlock2d": (
+            BiasedBlock(**RELATIVE, **MAP, idle=(*MAP_DROPOUTS, "shortcut"), classes=MAP_CLASSES),
+            Residual(
+                mixers=(Mixer("attn", "norm1", dim=2, whole=True),),
+                constant=("attn.rel_pos",),
+                shortcut="shortcut",
+                dim=2,
+            ),
         ),
-        "timm.models.maxxvit.PartitionAttentionCl": WINDOWS,
-        "timm.models.maxxvit.PartitionAttention2d": replace(
-            WINDOWS, mixers=(Mixer("ls1", "norm1", dim=2, whole=True),), dim=2
+        "timm.models.maxxvit.PartitionAttentionCl": (
+            PartitionBlock(
+                **HEAD_FIRST,
+                **PARTITION,
+                idle=(*DROPOUTS, "mlp.norm"),
+                classes={"attn": ("timm.models.maxxvit.AttentionCl",), "mlp": MLP},
+            ),
+            WINDOWS,
+        ),
+        "timm.models.maxxvit.PartitionAttention2d": (
+            PartitionBlock(**MAP, **PARTITION, idle=MAP_DROPOUTS, classes=MAP_CLASSES),
+            replace(WINDOWS, mixers=(Mixer("ls1", "norm1", dim=2, whole=True),), dim=2),
         ),
         "timm.models.maxxvit.ParallelPartitionAttention": replace(
             WINDOWS, constant=("attn_block.rel_pos", "attn_grid.rel_pos")

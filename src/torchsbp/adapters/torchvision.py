@@ -1,4 +1,4 @@
-"""torchvision: ViT, ConvNeXt, Swin and Video Swin."""
+"""torchvision: ViT, ConvNeXt, Swin, Video Swin and MaxViT."""
 
 from dataclasses import replace
 from functools import partial
@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 
 from . import windowed as W
-from .base import Adapter
+from .base import Adapter, Plain
 from .layouts import Grid, Layout, Shrink, Stage, channels_last_grid, early_stages, halved, member_names, output_grid
 from .lean import LINEARS, ConvBlock, Downsample, TransformerBlock, post_norms
-from .windowed import WindowBlock, Windowed
+from .windowed import PartitionBlock, WindowBlock, Windowed
 
 TRACED = "torchvision.models.feature_extraction.DualGraphModule"
 FEATURES = ("torchvision.models._utils.IntermediateLayerGetter", "torch.nn.modules.container.Sequential")
@@ -190,4 +190,53 @@ VIDEO_SWIN = Adapter(
     },
 )
 
-ADAPTERS = (VIT, CONVNEXT, SWIN, VIDEO_SWIN)
+
+def maxvit_stages(model: nn.Module) -> list[Stage]:
+    """Every layer has a convolution, attention in windows and across a grid; the first convolution of a stage shrinks
+    that."""
+    found = []
+    for stage in member_names(model, "blocks"):
+        layers = member_names(model, f"{stage}.layers")
+        blocks = [name for layer in layers for name in member_names(model, f"{layer}.layers")]
+        found.append(Stage(tuple(blocks), f"{layers[0]}.layers.MBconv.proj"))
+    return found
+
+
+def partition_sizes(block: Any, grid: Grid) -> tuple[Grid, Grid]:
+    return W.whole_windows(block, grid, (block.g if is_grid(block) else block.p,) * len(grid))
+
+
+def is_grid(block: Any) -> bool:
+    return bool(block.partition_type == "grid")
+
+
+MAXVIT = Adapter(
+    name="torchvision MaxViT",
+    layouts=Layout("torchvision.models.maxvit.MaxVit", "stem", stages=maxvit_stages),
+    default_blocks=early_stages,
+    blocks={
+        "torchvision.models.maxvit.PartitionAttentionLayer": PartitionBlock(
+            idle=("attn_layer.2", "mlp_layer.4"),
+            classes={"attn_layer.1": ("torchvision.models.maxvit.RelativePositionalMultiHeadAttention",)},
+            norm1="attn_layer.0",
+            attention="attn_layer.1",
+            heads="attn_layer.1.n_heads",
+            softmax_scale="attn_layer.1.scale_factor",
+            qkv="attn_layer.1.to_qkv",
+            proj="attn_layer.1.merge",
+            drop1="stochastic_dropout",
+            norm2="mlp_layer.0",
+            fc1="mlp_layer.1",
+            act="mlp_layer.2",
+            fc2="mlp_layer.3",
+            drop2="stochastic_dropout",
+            dim=2,
+            sizes=partition_sizes,
+            strided=is_grid,
+            score_bias=W.positional_bias,
+        ),
+        "torchvision.models.maxvit.MBConv": Plain(),  # batch norm, squeeze and excitation
+    },
+)
+
+ADAPTERS = (VIT, CONVNEXT, SWIN, VIDEO_SWIN, MAXVIT)

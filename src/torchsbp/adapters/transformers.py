@@ -1,4 +1,4 @@
-"""Hugging Face transformers: ViT, DeiT, BEiT, VitPose, DINOv2, DINOv3, the vision towers of CLIP and SigLIP, VideoMAE,
+"""Hugging Face transformers: ViT, DeiT, VitPose, DINOv2, DINOv3, the vision towers of CLIP and SigLIP, VideoMAE,
 ConvNeXt; models, and backbones that give feature maps.
 
 Releases name the same parts differently: a block class with two descriptions has had both.
@@ -10,12 +10,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import UsageError
 from .base import Adapter, Description
 from .layouts import Layout, Stage, early_stages, member_names
-from .lean import BiasedBlock, ConvBlock, DownsampleList, RotaryBlock, TransformerBlock
+from .lean import ConvBlock, DownsampleList, RotaryBlock, TransformerBlock
 from .names import find
 from .rerun import Mixer, PointwiseBlock, Residual
 
@@ -79,6 +79,9 @@ SELF_ATTN = attention(
     "self_attn.dropout",
 )
 MLP: Names = {"fc1": "mlp.fc1", "act": "mlp.activation_fn", "fc2": "mlp.fc2"}
+GATED_MLP: Names = {
+    "fc1": ("mlp.gate_proj", "mlp.up_proj"), "act": "mlp.act_fn", "fc2": "mlp.down_proj", "gated": True,
+}  # fmt: skip
 OLD_MLP: Names = {**MLP, "act": "mlp.activation"}
 INTERMEDIATE: Names = {"fc1": "intermediate.dense", "act": "intermediate.intermediate_act_fn", "fc2": "output.dense"}
 LAYER_SCALE: Names = {"scale1": "layer_scale1.lambda1", "scale2": "layer_scale2.lambda1"}
@@ -112,30 +115,6 @@ def vit_block(cls: str) -> TransformerBlock:
     return block(cls, "layernorm_before", "layernorm_after", Q_PROJ, MLP, classes=classes)
 
 
-def beit_bias(
-    block: Any,
-    positions: int,
-    attention_mask: Tensor | None = None,
-    interpolate_pos_encoding: bool = False,
-    resolution: tuple[int, int] | None = None,
-) -> Tensor | None:
-    """That of all blocks, which is given as a mask, and the block's own."""
-    if block.relative_position_bias is None:
-        return attention_mask
-    assert resolution is not None
-    grid = resolution[0] // block.patch_size, resolution[1] // block.patch_size
-    own = block.relative_position_bias(grid, interpolate_pos_encoding, dim_size=positions)
-    return own if attention_mask is None else own + attention_mask
-
-
-def beit_block(cls: str) -> TransformerBlock:
-    arguments = ("attention_mask", "interpolate_pos_encoding", "resolution")
-    bias: Names = {"score_bias": beit_bias, "arguments": arguments, "scale1": "lambda_1", "scale2": "lambda_2"}
-    classes = {"attention": "Attention", "mlp": "MLP"}
-    names = "layernorm_before", "layernorm_after"
-    return block(cls, *names, Q_PROJ, MLP, DROP_PATH, bias, classes=classes, kind=BiasedBlock)
-
-
 def vitpose_block(cls: str) -> TransformerBlock:
     classes = {"attention.attention": "SelfAttention", "attention.output": "SelfOutput", "mlp": "MLP"}
     return block(cls, "layernorm_before", "layernorm_after", QUERY, OLD_MLP, classes=classes)
@@ -148,9 +127,9 @@ def nested_block(cls: str) -> TransformerBlock:
     return block(cls, "layernorm_before", "layernorm_after", QUERY, INTERMEDIATE, classes=classes)
 
 
-def dinov2_block(cls: str) -> TransformerBlock:
-    classes = {"attention": "Attention", "mlp": "MLP", "layer_scale1": "LayerScale", "layer_scale2": "LayerScale"}
-    return block(cls, "norm1", "norm2", Q_PROJ, MLP, LAYER_SCALE, DROP_PATH, classes=classes)
+def dinov2_block(cls: str, mlp: str = "MLP", names: Names = MLP) -> TransformerBlock:
+    classes = {"attention": "Attention", "mlp": mlp, "layer_scale1": "LayerScale", "layer_scale2": "LayerScale"}
+    return block(cls, "norm1", "norm2", Q_PROJ, names, LAYER_SCALE, DROP_PATH, classes=classes)
 
 
 def nested_dinov2_block(cls: str) -> TransformerBlock:
@@ -201,7 +180,8 @@ def vit(name: str, cls: str, prefix: int) -> Adapter:
 
 
 def dinov2(name: str, cls: str, prefix: Prefix) -> Adapter:
-    descriptions = dinov2_block(cls), nested_dinov2_block(cls), RERUN
+    gated = dinov2_block(cls, "SwiGLUFFN", GATED_MLP)
+    descriptions = dinov2_block(cls), gated, nested_dinov2_block(cls), RERUN
     return transformer(name, cls, *descriptions, prefix=prefix, models=BACKBONES)
 
 
@@ -267,7 +247,7 @@ DINOV3 = transformer(
     "DINOv3",
     DINOV3_CLASSES,
     dinov3_block("MLP", fc1="mlp.up_proj"),
-    dinov3_block("GatedMLP", fc1=("mlp.gate_proj", "mlp.up_proj"), gated=True),
+    dinov3_block("GatedMLP", **GATED_MLP),
     RERUN,
     prefix=class_and_registers,
     models=BACKBONES,
@@ -277,19 +257,6 @@ DINOV3 = transformer(
 CLIP = tower("CLIP vision", family("clip", "CLIP"), prefix=1)
 SIGLIP = tower("SigLIP vision", family("siglip", "Siglip"), prefix=0)
 VIDEOMAE = transformer("VideoMAE", VIDEOMAE_CLASSES, nested_block(VIDEOMAE_CLASSES))
-BEIT_CLASSES = family("beit", "Beit")
-BEIT = transformer(
-    "BEiT",
-    BEIT_CLASSES,
-    beit_block(BEIT_CLASSES),
-    Residual(
-        mixers=(Mixer("attention", "layernorm_before"),),
-        idle=("attention.attention_dropout",),
-        constant=("relative_position_bias",),
-    ),
-    prefix=1,
-    blocks=("layers",),
-)
 VITPOSE_CLASSES = family("vitpose_backbone", "VitPoseBackbone")
 VITPOSE = transformer(
     "VitPose",
@@ -326,6 +293,6 @@ DINOV3_CONVNEXT = convnext(
     down="downsample_layers",
 )
 ADAPTERS = (
-    *(VIT, DEIT, BEIT, VITPOSE, DINOV2, DINOV2_REGISTERS, DINOV3, CLIP, SIGLIP, VIDEOMAE),
+    *(VIT, DEIT, VITPOSE, DINOV2, DINOV2_REGISTERS, DINOV3, CLIP, SIGLIP, VIDEOMAE),
     *(CONVNEXT, CONVNEXT_V2, DINOV3_CONVNEXT),
 )

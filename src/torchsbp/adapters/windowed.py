@@ -8,7 +8,7 @@ the module and that size.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
 from typing import Any, ClassVar
@@ -60,6 +60,35 @@ def maskformer_bias(m: Any, window: Grid) -> Tensor:
     return m.self.relative_position_bias_table[m.self.relative_position_index].permute(2, 0, 1)
 
 
+def relative_bias(m: Any, window: Grid) -> Tensor:
+    """timm's MaxViT, which may have none."""
+    area = math.prod(window)
+    return m.qkv.weight.new_zeros(m.num_heads, area, area) if m.rel_pos is None else m.rel_pos.get_bias()
+
+
+def positional_bias(m: Any, window: Grid) -> Tensor:
+    """torchvision's MaxViT."""
+    return m.get_relative_positional_bias()
+
+
+def is_grid(block: Any) -> bool:
+    return not block.partition_block
+
+
+def partition_sizes(block: Any, grid: Grid) -> tuple[Grid, Grid]:
+    return whole_windows(block, grid, tuple(block.partition_size))
+
+
+def whole_windows(block: Any, grid: Grid, window: Grid) -> tuple[Grid, Grid]:
+    """MaxViT's: without padding, and never shifted."""
+    if any(n % w for n, w in zip(grid, window, strict=True)):
+        raise UsageError(
+            f"{type(block).__name__} was given a map of {grid} positions, which its windows of {window} don't divide. "
+            "Use an image size that the model was made for."
+        )
+    return window, (0,) * len(grid)
+
+
 def relative_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, window: Grid) -> Tensor:
     """timm's Swin."""
     return attend(m, x, *projections(m, x, everything), added(timm_bias(m, window)))
@@ -79,7 +108,7 @@ class InWindows(Description):
     pair: bool = False
     fixed: str = ""
 
-    def partition_of(self, block: nn.Module) -> Callable[[Grid], Partition]:
+    def partition_of(self, block: nn.Module) -> Callable[[Grid], Partition] | None:
         return partial(self.partition, block)
 
     def partition(self, block: nn.Module, grid: Grid, fixed: bool = False) -> Partition:
@@ -102,7 +131,7 @@ class WindowBlock(InWindows, TransformerBlock):
     """A ``TransformerBlock`` with attention in windows, known part by part.
 
     ``attention`` is the module whose position bias ``score_bias`` gives; ``last`` is a norm behind the second sum: a
-    layer of its own, which is not sampled.
+    layer of its own, which is not sampled. ``dim``: where rows are in its input, 2 in ``[B, C, H, W]``.
     """
 
     called: ClassVar[tuple[str, ...]] = ("drop1", "drop2", "last")
@@ -115,6 +144,25 @@ class WindowBlock(InWindows, TransformerBlock):
     scale1: str = ""
     scale2: str = ""
     last: str = ""
+    dim: int = 1
+
+
+@dataclass(frozen=True)
+class PartitionBlock(WindowBlock):
+    """The same in windows, or in grids across all windows, that take turns: what is kept would be equally many in each
+    of one kind, or the same for both. It is the same, as drawn for blocks without windows.
+
+    ``strided``: block -> whether its windows are grids.
+    """
+
+    rules: tuple[str, ...] = ("query", "head", "exact")  # the op has kept keys where they are equally many
+    strided: Callable[[Any], bool] = is_grid
+
+    def partition_of(self, block: nn.Module) -> None:
+        return None
+
+    def partition(self, block: nn.Module, grid: Grid, fixed: bool = False) -> Partition:
+        return replace(super().partition(block, grid), strided=self.strided(block))
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from .layers import (
     Grad,
     Normed,
     autocast_dtype,
-    last_layer_gradients,
+    cast,
     norm,
     norm_columns,
     parameter_gradients,
@@ -172,10 +172,11 @@ def attention_backward(
             qkv = project_kept(n_q.view(samples, -1, n_q.shape[1]), n_kv, weight, bias, heads)
 
     do, o = to_heads(do, samples, heads), to_heads(saved.o, samples, heads)
-    p = p._replace(qkv_bias=bias)
+    if cut.places is not None:
+        p = p._replace(qkv_bias=bias)
     dqkv, of_heads = attend_normalised_backward(do, qkv, o, saved.lse, saved.rows, cut, p, spec, needs)
     del qkv, do, o
-    dq, dk, dv = (R.flat(to_rows(g)).to(n.y.dtype) for g in dqkv)
+    dq, dk, dv = (cast(g.transpose(1, 2).reshape(-1, width), n.y.dtype) for g in dqkv)
     del dqkv
 
     if rows is None:
@@ -185,7 +186,8 @@ def attention_backward(
     d, dw = steps.stack(dk, dv, apart=dq, total="attention_qkv"), None
     if needs.qkv_weight:
         dw = device_of(d).weight_gradient(p.qkv_weight, (dq, n_q), (d, n.y))
-    return d @ weight[width:], dq @ weight[:width], AttentionProducts(dw, output, of_heads)
+    of_q, of_kv = weight.split_with_sizes((width, 2 * width))
+    return d @ of_kv, dq @ of_q, AttentionProducts(dw, output, of_heads)
 
 
 def attention_input_backward(
@@ -216,13 +218,11 @@ def attention_input_backward(
     return dx, products
 
 
-def attention_gradients(
-    products: AttentionProducts, totals: dict[str, Tensor], p: AttentionParams, needs: Needs
-) -> AttentionParams:
+def attention_gradients(products: AttentionProducts, totals: dict[str, Tensor], p: AttentionParams) -> AttentionParams:
     """The parameters' gradients, before their precision and scale."""
     heads, (product, dw_inner, db_inner, post) = products.heads, products.output
     total = totals["attention_output"] if post.total is None else post.total
-    last = last_layer_gradients(product, total, p.proj_weight, p.proj_bias, p.scale, needs.proj_weight, needs.scale)
+    last = device_of(p.proj_weight).last_layer(product, total, p.proj_weight, p.proj_bias, p.scale)
     return AttentionParams(
         norm_weight=totals.get("attention_norm_weight"),
         norm_bias=totals.get("attention_norm_bias"),
@@ -305,7 +305,7 @@ class _AttentionBranch(torch.autograd.Function):
             steps, kept_dy, saved, cast_weights, kept_p, kept_spec, needs,
             kept=None, base=dy, scope=ctx.options.scope, dtype=ctx.dtype, cut=cut,
         )  # fmt: skip
-        grads = attention_gradients(products, steps.totals(), kept_p, needs)
+        grads = attention_gradients(products, steps.totals(), kept_p)
         if heads is not None:
             grads = scatter_heads(grads, p, spec, heads)
         found = parameter_gradients(grads, p, needs, ctx.options.weight_scale)

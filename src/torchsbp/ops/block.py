@@ -54,7 +54,7 @@ def transformer_block(
     options: BackwardOptions = BackwardOptions(),
     cut: Cut = NO_WINDOWS,
 ) -> Tensor:
-    """The block on ``x [B, N, C]`` under a rule that samples rows, or none of them in its attention; ``factors``:
+    """The block on ``x [B, ..., C]`` under a rule that samples rows, or none of them in its attention; ``factors``:
     stochastic depth of the two branches; ``inverse``: that of ``rows`` if it is at hand; ``cut``: the windows of
     attention, if it has any."""
     assert not attention_spec.rule.heads, "heads are sampled by attention_branch"
@@ -93,7 +93,8 @@ class _TransformerBlock(torch.autograd.Function):
     def forward(ctx: Any, *flat: Any) -> Tensor:
         inputs, cut, p1, p2 = split(flat, BlockInputs, Cut, AttentionParams, MLPParams)
         x, rows, inverse, factor1, factor2, spec1, spec2, options = inputs
-        kept, place = rows, inverse
+        shape, kept, place = x.shape, rows, inverse
+        x = x.flatten(1, -2)
         if not spec1.rule.query_rows:  # attention keeps all rows, and all slots of its windows
             kept, place, cut = None, None, all_slots(cut)
         device = device_of(x)
@@ -109,7 +110,8 @@ class _TransformerBlock(torch.autograd.Function):
         ctx.save_for_backward(*saved, *BlockSaved(rows, inverse, kept_h, factor1, factor2), *cut, *p1, *p2)
         ctx.attention_spec, ctx.mlp_spec, ctx.dtype = spec1, spec2, x.dtype
         ctx.options = options
-        return x + (y if factor2 is None else y * factor2.view(-1, 1, 1))
+        y = y if factor2 is None else y * factor2.view(-1, 1, 1)
+        return x + y if len(shape) == 3 else x.view(shape) + y.view(shape)  # FSDP warns of modules that return a view
 
     @staticmethod
     @once
@@ -150,8 +152,7 @@ class _TransformerBlock(torch.autograd.Function):
             kept=d_middle, base=dy, scope=ctx.options.scope, dtype=ctx.dtype, cut=cut,
         )  # fmt: skip
         totals = steps.totals()
-        grads1 = attention_gradients(products1, totals, p1, needs1)
-        grads2 = mlp_gradients(products2, totals, p2, needs2)
+        grads1, grads2 = attention_gradients(products1, totals, p1), mlp_gradients(products2, totals, p2)
         return (
             *BlockInputs(dx.view(shape)),
             *NO_WINDOWS,

@@ -13,9 +13,9 @@ import torch.nn.attention
 from torch import Tensor
 
 from . import rows as R
-from .kernel_steps import KernelSteps, keep_rows, rotated, take_rows
+from .kernel_steps import KernelSteps, keep_rows, rotated, scaled_last_layer, take_rows
 from .launch import launch
-from .layers import Grad, cast
+from .layers import Grad, LastLayer, cast, last_layer_gradients
 from .rotary import rotate, rotate_backward
 from .steps import Steps
 from .window_attention import WindowAttention
@@ -54,6 +54,10 @@ class Device:
         other."""
         products = [cast(dy.t() @ x, weight.dtype) for dy, x in pairs]
         return products[0] if len(products) == 1 else torch.cat(products)
+
+    def last_layer(self, product: Grad, total: Tensor, weight: Tensor, bias: Grad, scale: Grad) -> LastLayer:
+        """Gradients of a branch's last layer; the product may be overwritten."""
+        return last_layer_gradients(product, total, weight, bias, scale)
 
     def save_rows(self, x: Tensor, rows: R.Rows, dtype: torch.dtype | None = None) -> Tensor:
         """The given rows of x, ``[R, C]``, to be saved for backward in ``dtype``."""
@@ -128,7 +132,7 @@ class CUDA(Device):
             products = [torch.mm(dy.t(), x, out_dtype=torch.float32) for dy, x in pairs]
             return products[0] if len(products) == 1 else torch.cat(products)
         found = torch.empty_like(weight)
-        for (dy, x), place in zip(pairs, found.split([dy.shape[1] for dy, _ in pairs]), strict=True):
+        for (dy, x), place in zip(pairs, found.split_with_sizes([dy.shape[1] for dy, _ in pairs]), strict=True):
             torch.mm(dy.t(), x, out_dtype=torch.float32, out=place)
         return found
 
@@ -143,6 +147,11 @@ class CUDA(Device):
         torch._foreach_copy_(converted, others)
         given = iter(converted)
         return [t if t is None or t.dtype == dtype else next(given) for t in tensors]
+
+    def last_layer(self, product: Grad, total: Tensor, weight: Tensor, bias: Grad, scale: Grad) -> LastLayer:
+        if product is None or scale is None or not self.has_triton or product.dtype == torch.float64:
+            return super().last_layer(product, total, weight, bias, scale)
+        return scaled_last_layer(self.launch, product, total, weight, bias, scale)
 
     def save_rows(self, x: Tensor, rows: R.Rows, dtype: torch.dtype | None = None) -> Tensor:
         """Gathered here and now: left to itself, the compiler gathers the rows of several blocks in one kernel behind

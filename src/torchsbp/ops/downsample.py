@@ -4,6 +4,7 @@ Every output position is a linear function of its own patch: the backward pass r
 only these are saved.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -46,16 +47,11 @@ def downsample(
     return _Downsample.apply(*DownsampleInputs(x, rows, spec, options), *params)
 
 
-def patch_rows(
-    rows: Tensor, size: Sequence[int], out: Sequence[int], kernel: Sequence[int], stride: Sequence[int]
-) -> Tensor:
-    """Input rows ``[len(rows) * kh * kw]`` of the patches behind the given output rows."""
-    (H, W), (h, w), (kh, kw), (down, right) = size, out, kernel, stride
-    sample, i, j = rows // (h * w), rows % (h * w) // w, rows % w
-    corner = (sample * H + i * down) * W + j * right
-    di = torch.arange(kh, device=rows.device) * W
-    dj = torch.arange(kw, device=rows.device)
-    return (corner[:, None, None] + di[:, None] + dj).flatten()
+def patch_rows(rows: Tensor, size: Sequence[int], kernel: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """Input rows ``[len(rows) * kh * kw]`` of the patches behind the given output rows, for inputs ``[B, H, W]``."""
+    (kh, kw), (down, right) = kernel, stride
+    patches = torch.arange(math.prod(size), device=rows.device).view(*size).unfold(1, kh, down).unfold(2, kw, right)
+    return patches.reshape(-1, kh * kw).index_select(0, rows).flatten()
 
 
 class DownsampleInputs(NamedTuple):
@@ -80,10 +76,11 @@ class _Downsample(torch.autograd.Function):
         (x, rows, spec, options), p = split(flat, DownsampleInputs, DownsampleParams)
         channels_last = x.permute(0, 2, 3, 1)
         n = norm(channels_last, p.norm_weight, p.norm_bias, spec.norm).permute(0, 3, 1, 2)
-        y = F.conv2d(cast(n, spec.dtype), *device_of(x).cast(spec.dtype, p.weight, p.bias), spec.stride)
+        weight, bias = device_of(x).cast(spec.dtype, p.weight, p.bias)
+        y = F.conv2d(cast(n, spec.dtype), weight, bias, spec.stride)
         if rows is None:
             rows = torch.arange(y.shape[0] * y.shape[2] * y.shape[3], device=x.device)
-        inputs = patch_rows(rows, x.shape[2:], y.shape[2:], p.weight.shape[2:], spec.stride)
+        inputs = patch_rows(rows, channels_last.shape[:3], p.weight.shape[2:], spec.stride)
         ctx.save_for_backward(*DownsampleSaved(R.take(channels_last, inputs), rows), *p)
         ctx.spec, ctx.options, ctx.shape = spec, options, channels_last.shape
         return y
@@ -103,7 +100,7 @@ class _Downsample(torch.autograd.Function):
         if dw is not None:
             dw = dw.view(out, kh, kw, C).permute(0, 3, 1, 2)
         dn = kept_dy @ cast(matrix, n.y.dtype)
-        inputs = patch_rows(rows, (H, W), dy.shape[2:], (kh, kw), spec.stride)
+        inputs = patch_rows(rows, (B, H, W), (kh, kw), spec.stride)
         dx = steps.norm_backward_input(
             dn.view_as(x), n, affine, x.dtype, rows=inputs, size=B * H * W, norm_total="norm"
         )

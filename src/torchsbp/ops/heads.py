@@ -96,10 +96,11 @@ def project(n: Tensor, weight: Tensor, bias: Grad, heads: int, parts: int = 3) -
 
 def project_kept(n_q: Tensor, n: Tensor, weight: Tensor, bias: Grad, heads: int) -> QKV:
     """Queries of the rows ``n_q [B, k, C]``, keys and values of the rows ``n [B, N, C]``."""
-    width = weight.shape[0] // 3
-    bias_q, bias_kv = (None, None) if bias is None else (bias[:width], bias[width:])
-    (q,) = project(n_q, weight[:width], bias_q, heads, 1)
-    return QKV(q, *project(n, weight[width:], bias_kv, heads, 2))
+    sizes = weight.shape[0] // 3, weight.shape[0] // 3 * 2
+    weight_q, weight_kv = weight.split_with_sizes(sizes)
+    bias_q, bias_kv = (None, None) if bias is None else bias.split_with_sizes(sizes)
+    (q,) = project(n_q, weight_q, bias_q, heads, 1)
+    return QKV(q, *project(n, weight_kv, bias_kv, heads, 2))
 
 
 def normalised(qkv: QKV, p: AttentionParams, spec: AttentionSpec) -> QKV:
@@ -142,6 +143,8 @@ def attend_normalised_backward(
     needs: Needs,
 ) -> tuple[QKV, HeadGradients]:
     """Gradients of Q, K, V before norms and rotation, and of what else attention has. Queries are those of ``rows``."""
+    if spec.qk_norm is None and p.rope is None and cut.places is None:  # nothing but attention
+        return QKV(*attend_backward(do, *qkv, o, lse, spec.softmax_scale, spec.fused)), HeadGradients()
     q = Turned(qkv.q, p.q_norm_weight, p.q_norm_bias, rows, p, spec)
     k = Turned(qkv.k, p.k_norm_weight, p.k_norm_bias, rows if spec.rule.key_rows else None, p, spec)
     d_bias: Grad = None
@@ -150,10 +153,17 @@ def attend_normalised_backward(
         dq, dk, dv = attend_backward(do, q.y, k.y, qkv.v, o, lse, spec.softmax_scale, spec.fused)
     else:
         assert p.score_bias is not None
+        unequal = rows if cut.kept is None else None
+        n = k.y.shape[2]
+        queries = [put_head_rows(t, unequal, n) for t in (do, q.y, o)]
+        lse = put_head_rows(lse.unsqueeze(-1), unequal, n, torch.inf).squeeze(
+            -1
+        )  # what is no query has no probabilities
         dq, dk, dv, d_bias, d_padding = device_of(do).windows(do).backward(
-            do, q.y, k.y, qkv.v, o, lse, p.score_bias, padding_of(p, spec), cut, spec.softmax_scale,
-            spec.rule.key_rows, needs.score_bias,
+            queries[0], queries[1], k.y, qkv.v, queries[2], lse, p.score_bias, padding_of(p, spec), cut,
+            spec.softmax_scale, spec.rule.key_rows, needs.score_bias,
         )  # fmt: skip
+        dq = take_head_rows(dq, unequal)
     dq, dqw, dqb, dq_rope = q.backward(dq, needs.q_norm_weight, needs.q_norm_bias, needs.rope)
     dk, dkw, dkb, dk_rope = k.backward(dk, needs.k_norm_weight, needs.k_norm_bias, needs.rope)
     d_rope = None if dq_rope is None or dk_rope is None else dq_rope + dk_rope
@@ -209,6 +219,15 @@ def to_heads(x: Tensor, samples: int, heads: int) -> Tensor:
 def take_head_rows(x: Tensor, rows: R.Rows) -> Tensor:
     """The given rows of ``[B, H, N, D]``."""
     return x if rows is None else to_heads(R.take(to_rows(x), rows), x.shape[0], x.shape[1])
+
+
+def put_head_rows(x: Tensor, rows: R.Rows, n: int, beyond: float = 0.0) -> Tensor:
+    """The inverse of ``take_head_rows``: ``[B, H, N, D]`` with ``beyond`` in all other rows."""
+    if rows is None:
+        return x
+    batch, heads, _, width = x.shape
+    base = x.new_full((batch, n, heads * width), beyond)
+    return to_heads(R.flat(R.put(base, rows, R.flat(to_rows(x)))), batch, heads)
 
 
 def select_heads(p: AttentionParams, spec: AttentionSpec, heads: Tensor) -> tuple[AttentionParams, AttentionSpec]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from . import rows as R
 from .activations import GATED, activation_named
 from .launch import launch
-from .layers import Grad, Normed
+from .layers import Grad, LastLayer, Normed
 from .steps import Affine, Cotangent, Steps
 
 PROGRAMS_PER_PROCESSOR = 4
@@ -90,6 +90,20 @@ def keep_rows(
     return kept_x, kept_o, kept_lse
 
 
+def scaled_last_layer(
+    launch: Launch, product: Tensor, total: Tensor, weight: Tensor, bias: Grad, scale: Tensor
+) -> LastLayer:
+    """``layers.last_layer_gradients`` where there is a scale; the product becomes the weight's gradient."""
+    rows, width = product.shape
+    dbias, dscale = torch.empty_like(scale), torch.empty_like(scale)
+    launch(
+        "last_layer", (rows,),
+        product=product, total=total, weight=weight.contiguous(), bias=bias, scale=scale, dbias=dbias, dscale=dscale,
+        WIDTH=width, HAS_BIAS=bias is not None, BLOCK=min(1024, 1 << (width - 1).bit_length()), num_warps=4,
+    )  # fmt: skip
+    return LastLayer(product, dbias, dscale)
+
+
 def given_inverse(rows: R.Rows, inverse: Grad, size: int) -> Grad:
     """That of the rows, made unless it is at hand."""
     return R.inverse(rows, size) if inverse is None and rows is not None else inverse
@@ -111,14 +125,13 @@ class KernelSteps(Steps):
     def processors(self, device: torch.device) -> int:
         return processors(device)
 
-    def launch(self, kernel: str, grid: tuple[int, ...], **arguments: Any) -> None:
-        """Every kernel of a step is launched here, and only here."""
-        launch(kernel, grid, **arguments)
+    launch = staticmethod(launch)
+    """Every kernel of a step is launched here, and only here."""
 
     def totals(self) -> dict[str, Tensor]:
         columns = self.sums.shape[1]
         assert self.used == columns, f"{self.used} columns were summed, {columns} announced"
-        return dict(zip(self.widths, self.sums.sum(0).split(list(self.widths.values())), strict=True))
+        return dict(zip(self.widths, self.sums.sum(0).split_with_sizes(list(self.widths.values())), strict=True))
 
     def room(self, total: str, width: int) -> int:
         """The first of the buffer's columns for a sum of that name."""

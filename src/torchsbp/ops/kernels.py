@@ -319,3 +319,26 @@ def norm_backward(
     tl.store(at + C, tl.sum(bias_sum, 0), inside)
     if HAS_HALF:
         tl.store(at + 2 * C, tl.sum(half_sum, 0), inside)
+
+
+@triton.jit
+def last_layer(
+    product, total, weight, bias, scale, dbias, dscale,
+    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program i: of row i of the product that of the weight's gradient, and the two vectors' element."""
+    i = tl.program_id(0)
+    gamma = tl.load(scale + i).to(tl.float32)
+    dot = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, WIDTH, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        at = i * WIDTH + k
+        value = tl.load(product + at, k < WIDTH, 0.0).to(tl.float32)
+        dot += value * tl.load(weight + at, k < WIDTH, 0.0).to(tl.float32)
+        tl.store(product + at, (value * gamma).to(product.dtype.element_ty), k < WIDTH)
+    summed = tl.load(total + i).to(tl.float32)
+    found = tl.sum(dot, 0)
+    if HAS_BIAS:
+        found += tl.load(bias + i).to(tl.float32) * summed
+    tl.store(dscale + i, found.to(dscale.dtype.element_ty))
+    tl.store(dbias + i, (gamma * summed).to(dbias.dtype.element_ty))

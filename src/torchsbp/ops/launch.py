@@ -1,69 +1,90 @@
 """launch: a kernel of ``kernels.py``, ``row_kernels.py`` or ``window_kernels.py``, bound once for a kind of arguments.
 
-Triton binds, specialises and looks up its kernel in every launch: 20 to 80 µs of the CPU's time on an H200's machine,
-more than many of these kernels run. One that is compiled already for such arguments is with the driver in less than 10;
-it is given addresses, as of every tensor Triton would ask the driver for its own.
+Triton binds, specialises and looks up its kernel in every launch, asks the driver about every tensor, and prepares what
+profilers might want: 20 to 80 µs of the CPU's time on an H200's machine, more than many of these kernels run. One that
+is compiled already for such arguments goes to the driver without any of that.
 """
 
-from collections.abc import Callable
-from operator import itemgetter
+from collections.abc import Callable, Sequence
+from functools import lru_cache, reduce
+from operator import itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
 
+Taken = Callable[[dict[str, Any]], tuple[Any, ...]]
+
 
 class Kernel(NamedTuple):
-    """The function, what takes its arguments in order, and all constants, from their names; where the rest is."""
+    """The function, what takes its arguments by kind, which is their order too, and how many constants it has: the
+    rest of them are options of the launch."""
 
     function: Any
-    ordered: Callable[[dict[str, Any]], Any]
-    constants: Callable[[dict[str, Any]], Any]
-    varying: tuple[int, ...]
+    tensors: Taken
+    numbers: Taken
+    constants: Taken
+    own_constants: int
 
 
 _KERNELS: dict[str, Kernel] = {}
-_COMPILED: dict[tuple[Any, ...], Any] = {}
-"""The compiled kernel for a kind of arguments."""
+_COMPILED: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
+"""The compiled kernel for a kind of arguments: its launcher, its handle, and what that has to know."""
 
 
 def launch(kernel: str, grid: tuple[int, ...], **arguments: Any) -> None:
-    """Run it; needs Triton. What is a constant to the kernel has a name in capitals, or is an option of the launch;
-    every launch of a kernel names the same arguments."""
+    """Run it; needs Triton. Kernels take tensors (None: not there), then numbers, then constants, whose names are in
+    capitals; every launch of a kernel names the same arguments."""
     if torch.compiler.is_compiling():
         function_named(kernel)[grid](**arguments)
         return
-    if kernel not in _KERNELS:
-        _KERNELS[kernel] = kernel_named(kernel, arguments)
-    function, ordered, constants, varying = _KERNELS[kernel]
-    given, kinds, device = list(ordered(arguments)), [], -1
-    for i in varying:
-        value = given[i]
-        if isinstance(value, int):
-            kinds.append((value == 1, value % 16 == 0, value.bit_length() > 31))
-        elif value is None or isinstance(value, float):
-            kinds.append(type(value))
-        else:
-            given[i], device = value.data_ptr(), value.get_device()
-            kinds.append((value.dtype, given[i] % 16 == 0))
-    key = (kernel, device, constants(arguments), *kinds)
+    known = _KERNELS.get(kernel)
+    if known is None:
+        known = _KERNELS[kernel] = kernel_named(kernel, arguments)
+    function, tensors_of, numbers_of, constants_of, own = known
+    tensors, numbers, constants = tensors_of(arguments), numbers_of(arguments), constants_of(arguments)
+    addresses = [None if t is None else t.data_ptr() for t in tensors]
+    aligned = reduce(or_, [a for a in addresses if a], 0) % 16 == 0 or tuple([a and a % 16 == 0 for a in addresses])
+    device, dtypes = tensors[0].get_device(), [None if t is None else t.dtype for t in tensors]
+    key = (kernel, device, constants, aligned, *dtypes, *map(kind, numbers))
     compiled = _COMPILED.get(key)
     if compiled is not None:
-        compiled[(*grid, 1, 1)[:3]](*given)
+        run, handle, metadata = compiled
+        x, y, z = (*grid, 1, 1)[:3]
+        run(x, y, z, stream(device), handle, metadata, None, None, None, *addresses, *numbers, *constants[:own])
         return
-    compiled = function[grid](**arguments)
-    if compiled is not None:  # Triton's interpreter compiles nothing
-        _COMPILED[key] = compiled
+    bound = function[grid](**arguments)
+    if bound is not None:  # Triton's interpreter compiles nothing
+        _COMPILED[key] = bound.run, bound.function, bound.packed_metadata
 
 
 def kernel_named(name: str, arguments: dict[str, Any]) -> Kernel:
     function = function_named(name)
-    names = function.arg_names
-    constants = [each for each in arguments if each not in names or each.isupper()]
-    varying = tuple(i for i, each in enumerate(names) if not each.isupper())
-    return Kernel(function, itemgetter(*names), itemgetter(*constants), varying)
+    names = [each for each in function.arg_names if not each.isupper()]
+    constants = [each for each in function.arg_names if each.isupper()]
+    numbers = [each for each in names if isinstance(arguments[each], (int, float))]
+    tensors = [each for each in names if each not in numbers]
+    assert [*tensors, *numbers, *constants] == [*function.arg_names], f"{name}: tensors, numbers, constants"
+    options = [each for each in arguments if each not in function.arg_names]
+    return Kernel(function, taker(tensors), taker(numbers), taker(constants + options), len(constants))
 
 
 def function_named(kernel: str) -> Any:
     from . import kernels, row_kernels, window_kernels
 
     return next(getattr(file, kernel) for file in (kernels, row_kernels, window_kernels) if hasattr(file, kernel))
+
+
+def taker(names: Sequence[str]) -> Taken:
+    """Of the values of these names, of which there may be one or none."""
+    return itemgetter(*names) if len(names) > 1 else lambda arguments: tuple(arguments[name] for name in names)
+
+
+@lru_cache(4096, typed=True)
+def kind(value: float) -> Any:
+    """What of a number Triton compiles for: its type, whether it is 1, its divisibility by 16."""
+    return (value == 1, value % 16 == 0, value.bit_length() > 31) if isinstance(value, int) else float
+
+
+def stream(device: int) -> int:
+    """The current one, as the driver knows it."""
+    return torch._C._cuda_getCurrentRawStream(device)

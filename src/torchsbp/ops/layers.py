@@ -73,10 +73,8 @@ class LastLayer(NamedTuple):
     scale: Grad
 
 
-def last_layer_gradients(
-    product: Grad, total: Tensor, weight: Tensor, bias: Grad, scale: Grad, needs_weight: bool, needs_scale: bool
-) -> LastLayer:
-    """Gradients of (W, b, γ) from ``product = dyᵀ x`` and ``total = Σ dy``.
+def last_layer_gradients(product: Grad, total: Tensor, weight: Tensor, bias: Grad, scale: Grad) -> LastLayer:
+    """Gradients of (W, b, γ) from ``product = dyᵀ x`` (None where neither W nor γ is trained) and ``total = Σ dy``.
 
     The output of the linear layer is not needed for γ: ``dγ = rowsum(W ∘ (dyᵀ x)) + b ∘ Σ dy``, from the product that
     ``dW = γ ∘ (dyᵀ x)`` takes anyway.
@@ -84,13 +82,11 @@ def last_layer_gradients(
     if scale is None:
         return LastLayer(product, total, None)
     total = total.to(weight.dtype)
-    dscale = None
-    if needs_scale:
-        assert product is not None
-        dscale = torch.linalg.vecdot(weight, product)
-        dscale = dscale if bias is None else dscale + bias * total
-    dw = scale[:, None] * product if needs_weight and product is not None else None
-    return LastLayer(dw, scale * total, dscale)
+    if product is None:
+        return LastLayer(None, scale * total, None)
+    dscale = torch.linalg.vecdot(weight, product)
+    dscale = dscale if bias is None else dscale + bias * total
+    return LastLayer(scale[:, None] * product, scale * total, dscale)
 
 
 def norm_columns(static: Norm, channels: int) -> int:
@@ -114,7 +110,7 @@ def norm(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype |
     """The normalisation over the last dimension, in the precision of its weight, given in ``dtype``."""
     if static.kind == "none":
         return cast(x, dtype)
-    x = x if weight is None else x.to(weight.dtype)
+    x = x if weight is None else cast(x, weight.dtype)
     if static.kind == "unit":
         return _unit(x, weight, static.eps, dtype).y
     if static.kind == "rms":
@@ -136,7 +132,7 @@ def norm_again(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.d
     """``norm`` once more in backward, with its statistics."""
     if static.kind == "none":
         return Normed(cast(x, dtype), x, None, None)
-    x = x if weight is None else x.to(weight.dtype)
+    x = x if weight is None else cast(x, weight.dtype)
     if static.kind == "unit":
         return _unit(x, weight, static.eps, dtype)
     if static.kind == "rms":

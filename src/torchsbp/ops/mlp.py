@@ -19,7 +19,6 @@ from .layers import (
     Norm,
     Normed,
     autocast_dtype,
-    last_layer_gradients,
     linear,
     norm,
     norm_again,
@@ -165,11 +164,11 @@ def mlp_backward(
     return dh @ weight1, MLPProducts(weight_gradient(dh, n.y, p.weight1, needs.weight1), product, dw, db, post)
 
 
-def mlp_gradients(products: MLPProducts, totals: dict[str, Tensor], p: MLPParams, needs: Needs) -> MLPParams:
+def mlp_gradients(products: MLPProducts, totals: dict[str, Tensor], p: MLPParams) -> MLPParams:
     """The parameters' gradients, before their precision and scale."""
     post = products.post
     total = totals["mlp_output"] if post.total is None else post.total
-    last = last_layer_gradients(products.last, total, p.weight2, p.bias2, p.scale, needs.weight2, needs.scale)
+    last = device_of(p.weight2).last_layer(products.last, total, p.weight2, p.bias2, p.scale)
     return MLPParams(
         norm_weight=totals.get("mlp_norm_weight"),
         norm_bias=totals.get("mlp_norm_bias"),
@@ -248,5 +247,5 @@ class _MLPBranch(torch.autograd.Function):
             dn, n, affine, ctx.dtype, rows=rows, inverse=inverse, size=dy.shape[0],
             base=dy if ctx.residual else None, gated=ctx.options.scope == "block", norm_total="mlp_norm",
         )  # fmt: skip
-        grads = mlp_gradients(products, steps.totals(), p, needs)
+        grads = mlp_gradients(products, steps.totals(), p)
         return *MLPInputs(dx.view(shape)), *parameter_gradients(grads, p, needs, ctx.options.weight_scale)

@@ -41,6 +41,11 @@ def channels_last(x: Tensor, dim: int = 1) -> Tensor:
     return x if dim == 1 else x.movedim(1, -1)
 
 
+def channels_back(x: Tensor, dim: int = 1) -> Tensor:
+    """The inverse of ``channels_last``."""
+    return x if dim == 1 else x.movedim(-1, 1)
+
+
 def count(x: Tensor, dim: int = 1) -> int:
     """Positions per sample."""
     return math.prod(x.shape[dim : dim + x.dim() - 2])
@@ -91,7 +96,7 @@ def new_value(x: Tensor) -> Tensor:
 def inverse(rows: Tensor, size: int) -> Tensor:
     """The inverse of ``rows``: the place of each of ``size`` rows among the kept ones, -1 for the rest."""
     none = torch.full((size,), -1, dtype=torch.int32, device=rows.device)
-    return none.index_copy(0, rows, torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device))
+    return none.index_copy_(0, rows, torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device))
 
 
 def by_rows(x: Tensor) -> Tensor:

@@ -24,7 +24,8 @@ class Cut(NamedTuple):
 
     - ``places``: the row in every slot, ``[nW, area]``; n, n + 1, … for padding. None: there are no windows.
     - ``regions``: numbers ``[nW, area]``; slots of unequal ones are masked for each other. None: all see each other.
-    - ``slots``: the kept slots of every window, ``[B, nW, k]``, or ``[1, nW, k]`` where samples share them. None: all.
+    - ``slots``: the kept slots of every window, ``[B, nW, k]``, or ``[1, nW, k]`` where samples share them. None: all,
+      or those that are kept are not equally many.
     - ``kept``: where these are among the kept rows of their sample, ``[nW, k]``; behind the last if it is padding.
     """
 
@@ -42,12 +43,12 @@ def all_slots(cut: Cut) -> Cut:
     return Cut(cut.places, cut.regions)
 
 
-def one_window(n: int, rows: Grad, samples: int, shared: bool, device: torch.device) -> Cut:
-    """All n rows of every sample in one window; ``shared``: all samples keep the same of them, those of ``rows``."""
+def one_window(n: int, rows: Grad, samples: int, device: torch.device) -> Cut:
+    """All n rows of every sample in one window, of which ``rows`` are kept."""
     places = torch.arange(n, device=device).unsqueeze(0)
     if rows is None:
         return Cut(places)
-    slots = rows.view(samples, 1, -1)[: 1 if shared else samples] % n
+    slots = rows.view(samples, 1, -1) % n
     return Cut(places, None, slots, places[:, : slots.shape[2]])
 
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from ..adapters import lean as L
 from ..adapters import lora
-from ..adapters.names import find
+from ..adapters.names import find, parameter
 from ..errors import UsageError
+from ..ops import rows as R
 from ..ops.activations import GATED, activation_of
 from ..ops.attention import attention_branch
 from ..ops.block import transformer_block
@@ -39,13 +40,13 @@ class BlockParts(NamedTuple):
 
 @runs(L.TransformerBlock)
 class TransformerBlock(SampledBlock):
-    def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return self.block(x, self.parts(module, x))
 
     def block(self, x: Tensor, parts: BlockParts, cut: Cut = NO_WINDOWS) -> Tensor:
-        """The op on ``x [B, N, C]``, its attention in windows where there are such."""
+        """The op on ``x [B, ..., C]``, its attention in windows where there are such."""
         attention, attention_spec, mlp, mlp_spec, factors = parts
-        batch, positions = x.shape[:2]
+        batch, positions = x.shape[0], R.count(x)
         kept = self.sampling.kept(batch, positions)
         options = self.sampling.options(kept.rows, batch, positions)
         if not attention_spec.rule.heads:
@@ -54,8 +55,9 @@ class TransformerBlock(SampledBlock):
                 inverse=kept.inverse, factors=factors, options=options, cut=cut,
             )  # fmt: skip
         x = attention_branch(
-            x, None, attention, attention_spec, heads=kept.heads, factor=factors[0], options=options, cut=cut
-        )
+            x.flatten(1, -2), None, attention, attention_spec,
+            heads=kept.heads, factor=factors[0], options=options, cut=cut,
+        ).view(x.shape)  # fmt: skip
         return mlp_branch(x, kept.rows, mlp, mlp_spec, inverse=kept.inverse, factor=factors[1], options=options)
 
     def parts(self, module: nn.Module, x: Tensor) -> BlockParts:
@@ -93,17 +95,21 @@ class RotaryBlock(TransformerBlock):
 class BiasedBlock(TransformerBlock):
     takes_arguments = True
 
-    def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         names: L.BiasedBlock = self.description
         given = {name: kwargs.pop(name) for name in names.arguments if name in kwargs}
         self.refuse_arguments(module, args, kwargs)
+        x = R.channels_last(x, names.dim)
+        batch, n = x.shape[0], R.count(x)
         # Before stochastic depth is drawn: the bias may be random, and the block's own forward has this order.
-        bias, parts = names.score_bias(module, x.shape[1], **given), self.parts(module, x)
-        if bias is None:
-            return self.block(x, parts)
-        self.check_bias(module, bias, parts.attention_spec.heads, x.shape[1])
-        parts = parts._replace(attention=parts.attention._replace(score_bias=bias.flatten(0, -3)))
-        return self.block(x, parts, self.one_window(x))
+        bias, parts = names.score_bias(module, n, **given), self.parts(module, x)
+        cut = NO_WINDOWS
+        if bias is not None:
+            self.check_bias(module, bias, parts.attention_spec.heads, n)
+            parts = parts._replace(attention=parts.attention._replace(score_bias=bias.flatten(0, -3)))
+            cut = one_window(n, self.sampling.kept(batch, n).rows, batch, x.device)
+        y = R.channels_back(self.block(x, parts, cut), names.dim)
+        return (y, None) if names.pair else y
 
     def check_bias(self, module: nn.Module, bias: Tensor, heads: int, n: int) -> None:
         if tuple(bias.shape) not in ((heads, n, n), (1, heads, n, n)) or not bias.is_floating_point():
@@ -112,12 +118,6 @@ class BiasedBlock(TransformerBlock):
                 f"scores. SBP supports what is the same for all samples, {(1, heads, n, n)}. Call without a mask, or "
                 "torchsbp.remove(model) to train with it."
             )
-
-    def one_window(self, x: Tensor) -> Cut:
-        """Of all positions: that is where attention has a bias."""
-        batch, positions = x.shape[:2]
-        rows, shared = self.sampling.kept(batch, positions).rows, not self.sampling.masks.per_sample
-        return one_window(positions, rows, batch, shared, x.device)
 
 
 def rope_of(given: Any, n: int) -> Tensor:
@@ -211,7 +211,9 @@ def through(block: nn.Module, name: str, x: Tensor) -> Tensor:
 
 def affine(module: nn.Module | None) -> tuple[Any, Any]:
     """Weight and bias of a norm or convolution; None where it has none."""
-    return getattr(module, "weight", None), getattr(module, "bias", None)
+    if module is None or isinstance(module, nn.Identity):
+        return None, None
+    return parameter(module, "weight"), parameter(module, "bias")
 
 
 def stack(layers: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
@@ -229,7 +231,8 @@ def matrix(block: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of a block's linear layer or 1×1 convolution, as a matrix; adapters may be put on it any time."""
     layer = find(block, name)
     if isinstance(layer, (nn.Linear, nn.Conv2d)):
-        return layer.weight.flatten(1), layer.bias
+        weight, bias = affine(layer)
+        return weight if weight.dim() == 2 else weight.flatten(1), bias
     refuse(block, list(L.check_linear(name, layer)))
     return lora.weight(layer), layer.base_layer.bias
 
@@ -261,6 +264,11 @@ def scale_of(block: nn.Module, name: str) -> Tensor | None:
 def qkv_of(block: nn.Module, parts: L.TransformerBlock) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of the projection to queries, keys and values."""
     weight, bias = projection_of(block, parts.qkv)
+    if find(block, parts.head_first):
+        heads = find(block, parts.heads)
+        weight, bias = (
+            t if t is None else t.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2) for t in (weight, bias)
+        )
     biases = [b for b in (find(block, name) for name in parts.qkv_bias) if b is not None]
     bias = torch.cat(biases) if biases else bias
     if bias is None or parts.key_bias:

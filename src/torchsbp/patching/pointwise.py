@@ -72,7 +72,7 @@ class Patches(Replayed):
         batch, n = x.shape[0], out[0] * out[1]
         rows, seen = self.sampling.kept(batch, n).rows, x
         if rows is not None:
-            inputs = patch_rows(rows, x.shape[2:], out, conv.kernel_size, conv.stride)
+            inputs = patch_rows(rows, (x.shape[0], *x.shape[2:]), conv.kernel_size, conv.stride)
             patches = R.take(R.channels_last(x, 2), inputs).view(-1, *conv.kernel_size, x.shape[1])
             seen = patches.permute(0, 3, 1, 2)
         options = self.sampling.options(rows, batch, n)

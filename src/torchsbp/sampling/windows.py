@@ -22,12 +22,14 @@ Grid = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Partition:
-    """A grid cut into windows of this size; ``pads_first``: it is padded before it is rolled."""
+    """A grid cut into windows of this size; ``pads_first``: it is padded before it is rolled. ``strided``: the
+    positions of a window are not neighbours, but as far from each other as there are windows."""
 
     grid: Grid
     window: Grid
     shift: Grid
     pads_first: bool
+    strided: bool = False
 
     @property
     def area(self) -> int:
@@ -49,8 +51,10 @@ class Partition:
             return x.roll([-s for s in self.shift], list(dims))
 
         x = rolled(F.pad(x, pads, value=padding)) if self.pads_first else F.pad(rolled(x), pads, value=padding)
-        x = x.view([side for pair in zip(self.counts, self.window, strict=True) for side in pair])
-        return x.permute(*(2 * d for d in dims), *(2 * d + 1 for d in dims)).reshape(-1, self.area)
+        outer, inner = (self.window, self.counts) if self.strided else (self.counts, self.window)
+        x = x.view([side for pair in zip(outer, inner, strict=True) for side in pair])
+        even, odd = [2 * d for d in dims], [2 * d + 1 for d in dims]
+        return x.permute(odd + even if self.strided else even + odd).reshape(-1, self.area)
 
     @property
     def padded(self) -> bool:

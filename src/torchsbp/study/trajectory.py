@@ -4,6 +4,7 @@ Both are trained in turn, epoch by epoch, from the same weights on the same batc
 backpropagation twice, with other batches.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from statistics import mean
@@ -136,11 +137,13 @@ def drawings(rows: list[Row]) -> dict[str, list[Drawing]]:
 
 
 def norms_drawn(title: str, rows: list[Row], key: str) -> Drawing:
-    """Of four blocks or so, over epochs."""
+    """Of four blocks or so, over epochs; logarithms, as the first epoch has much larger ones."""
     blocks = [block for block in rows[0][key] if block]
-    some = blocks[:: max(1, len(blocks) // 4)]
-    lines = {block: [(row["epoch"], row[key][block]) for row in rows] for block in some}
-    return drawn(title, "norm of a block's gradient", "epoch", lines, from_zero=True)
+    lines = {
+        block: [(row["epoch"], math.log10(row[key][block])) for row in rows]
+        for block in blocks[:: -(-len(blocks) // 4)]
+    }
+    return drawn(title, "log₁₀ of the norm of a block's gradient", "epoch", lines)
 
 
 def findings(rows: list[Row]) -> list[Finding]:

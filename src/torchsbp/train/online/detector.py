@@ -11,6 +11,7 @@ import torchsbp
 from torchsbp import SBPConfig
 
 from ...errors import UsageError
+from ...ops.frames import in_chunks
 from ..frames import check_one_ratio, sampled_frames
 from .encoder import Encoder, FrameEncoder
 from .lstr import LSTR
@@ -49,8 +50,7 @@ class OnlineDetector(nn.Module):
     @torch.no_grad()
     def without_gradients(self, video: Tensor) -> Tensor:
         encode = self.encoder if self.training else self.encoder.forward  # not compiled
-        chunks = video.flatten(0, 1).split(self.config.chunk)
-        return torch.cat([encode(chunk) for chunk in chunks]).unflatten(0, video.shape[:2])
+        return in_chunks(encode, video.flatten(0, 1), self.config.chunk).unflatten(0, video.shape[:2])
 
     def with_gradients(self, frames: Tensor) -> Tensor:
         if not (self.config.checkpoint and torch.is_grad_enabled()):
