@@ -308,18 +308,19 @@ def add_ratios(rows: list[Row]) -> None:
 
 def markdown(rows: Sequence[Row]) -> str:
     titles = list(next(row["parts MiB"] for row in rows if "error" not in row))
-    head = f"| model, batch, mode | method | MiB | step | GPU busy | {' | '.join(titles)} |"
-    lines = [head, "|---" * (5 + len(titles)) + "|"]
+    busy = ["GPU busy"] if any("busy ms" in row for row in rows) else []
+    head = ["model, batch, mode", "method", "MiB", "step", *busy, *titles]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
-        head = f"| {row['model']}, {row['batch']}, {row['mode']} | {row['method']} | "
+        which = f"| {row['model']}, {row['batch']}, {row['mode']} | {row['method']} | "
         if "error" in row:
-            lines.append(f"{head}{row['error']} |")
+            lines.append(f"{which}{row['error']} |")
             continue
         size = row.get("peak MiB", row.get("saved MiB"))
-        busy = f"{row['busy ms']:.0f} ms in {row['kernels']}" if "busy ms" in row else ""
-        cells = [f"{size:.0f}, {row['memory']:.2f}×", f"{row['step ms']:.0f} ms, {row['speed']:.2f}× speed", busy]
+        cells = [f"{size:.0f}, {row['memory']:.2f}×", f"{row['step ms']:.0f} ms, {row['speed']:.2f}× speed"]
+        cells += [f"{row['busy ms']:.0f} ms in {row['kernels']}" if "busy ms" in row else "–"] if busy else []
         cells += [f"{row['parts MiB'][title]:.0f}" for title in titles]
-        lines.append(f"{head}{' | '.join(cells)} |")
+        lines.append(f"{which}{' | '.join(cells)} |")
     return "\n".join(lines)
 
 
