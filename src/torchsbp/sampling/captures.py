@@ -33,42 +33,44 @@ class Part(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A tree whose tensors are bytes, one behind the other: ``parts`` has a place for each, ``leaves`` what is none.
-    ``constants`` are held."""
+    """A tree whose tensors are bytes, one behind the other: ``parts`` says where, ``numbers`` which of them every leaf
+    is, ``leaves`` has what is none. ``constants`` are held."""
 
     content: Tensor
-    parts: list[Part | None]
+    parts: list[Part]
+    numbers: list[int | None]
     leaves: list[Any]
     spec: Any
     constants: list[Any]
 
     def copy(self) -> Any:
         """The tree, with tensors of its own: what is packed may change afterwards."""
-        content = self.content.clone()
-        leaves = [
-            leaf if part is None else content[part.begin : part.end].view(part.dtype).view(part.shape)
-            for leaf, part in zip(self.leaves, self.parts, strict=True)
-        ]
-        return tree_unflatten(leaves, self.spec)
+        tensors = views(self.content.clone(), self.parts)
+        pairs = zip(self.numbers, self.leaves, strict=True)
+        return tree_unflatten([leaf if number is None else tensors[number] for number, leaf in pairs], self.spec)
 
 
 def pack(tree: Any, constants: list[Any], device: torch.device) -> Packed:
     """Constants stay as they are. What is there twice is packed once."""
     leaves, spec = tree_flatten(tree)
     constant = {id(leaf) for leaf in tree_leaves(constants)}
-    packed: dict[int, tuple[Tensor, Part]] = {}
-    end = 0
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and id(leaf) not in constant and id(leaf) not in packed:
-            begin, end = end, end + leaf.numel() * leaf.element_size()
-            packed[id(leaf)] = leaf, Part(begin, end, leaf.dtype, leaf.shape)
-            end = -(-end // ALIGNED) * ALIGNED
+    packed = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in constant}
+    parts, end = [], 0
+    for leaf in packed.values():
+        begin, end = end, end + leaf.numel() * leaf.element_size()
+        parts.append(Part(begin, end, leaf.dtype, leaf.shape))
+        end = -(-end // ALIGNED) * ALIGNED
     content = torch.empty(end, dtype=torch.uint8, device=device)
-    for leaf, part in packed.values():
-        content[part.begin : part.end].view(part.dtype).view(part.shape).copy_(leaf)
-    parts = [packed[id(leaf)][1] if id(leaf) in packed else None for leaf in leaves]
-    rest = [leaf if part is None else None for leaf, part in zip(leaves, parts, strict=True)]
-    return Packed(content, parts, rest, spec, constants)
+    for place, leaf in zip(views(content, parts), packed.values(), strict=True):
+        place.copy_(leaf)
+    place_of = {key: number for number, key in enumerate(packed)}
+    numbers = [place_of.get(id(leaf)) for leaf in leaves]
+    rest = [leaf if number is None else None for leaf, number in zip(leaves, numbers, strict=True)]
+    return Packed(content, parts, numbers, rest, spec, constants)
+
+
+def views(content: Tensor, parts: list[Part]) -> list[Tensor]:
+    return [content[part.begin : part.end].view(part.dtype).view(part.shape) for part in parts]
 
 
 class Captured(NamedTuple):
