@@ -12,7 +12,6 @@ service, if it is there, lets the processes share the GPU.
 
 import argparse
 import json
-import math
 import os
 import shlex
 import shutil
@@ -25,8 +24,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-T_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
-"""Student's t, two-sided 95 %, by degrees of freedom"""
+from torchsbp.study.results import interval
 
 
 def shared_gpu() -> None:
@@ -112,10 +110,8 @@ def table(out: Path, metrics: Sequence[str]) -> str:
 
 def mean_of(values: Sequence[float]) -> str:
     """With the half width of its 95 % interval."""
-    mean, degrees = statistics.mean(values), len(values) - 1
-    if degrees not in T_95:
-        return f"{mean:.2f}"
-    return f"{mean:.2f} ± {T_95[degrees] * statistics.stdev(values) / math.sqrt(len(values)):.2f}"
+    half = interval(values)
+    return f"{statistics.mean(values):.2f}" + ("" if half is None else f" ± {half:.2f}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
