@@ -1,6 +1,6 @@
 """Drawing as one launch: what a GPU draws time and again is captured in a CUDA graph and replayed.
 
-Masks are many small kernels, 70 for a ViT and 370 for a Swin: more of the CPU's time than of the GPU's. They are a
+Masks are many small kernels, hundreds for a Swin: more of the CPU's time than of the GPU's. They are a
 function of the step counter on the device, and of the images' sizes, which are copied to where a graph reads them. So a
 replay draws those of the next step.
 """
