@@ -10,7 +10,7 @@ from torchsbp import SBPConfig
 from torchsbp.errors import UsageError
 from torchsbp.ops.reference import gate
 from torchsbp.train.data.window import Window
-from torchsbp.train.online.detector import OnlineDetector
+from torchsbp.train.online.detector import OnlineDetector, WorkFirst
 
 from .models import detector, video
 
@@ -75,6 +75,19 @@ def test_frames_follow_the_step():
     clip = video(1, 10)
     found = {tuple(kept_frames(sampled(0.2, step), clip).tolist()) for step in range(20)}
     assert found == {(i, i + 5) for i in range(5)}
+
+
+@pytest.mark.parametrize("ratio, kept", [(0.2, {(6, 8), (7, 9)}), (0.5, {(i, 6, 7, 8, 9) for i in range(6)})])
+def test_frames_of_the_work_memory_first(ratio, kept):
+    """Two of its four; all of them and one of the long memory."""
+    clip = video(1, 10)
+    assert {tuple(kept_frames(sampled(ratio, step, kept="work"), clip).tolist()) for step in range(60)} == kept
+
+
+def test_frames_of_the_work_memory_of_each_clip():
+    order = WorkFirst("frames", work=4)((10, 1, 1), (0.2,), torch.arange(32))
+    assert {tuple(its) for its in order[:, :2].sort(dim=1).values.tolist()} == {(6, 8), (7, 9)}
+    assert torch.equal(order.sort(dim=1).values, torch.arange(10).expand(32, 10))
 
 
 def test_under_autocast_every_weight_learns():

@@ -1,6 +1,7 @@
 """A frame encoder and a temporal model, trained together: every frame forward, a share of the frames backward."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,12 +13,34 @@ from torchsbp import SBPConfig
 
 from ...errors import UsageError
 from ...ops.frames import in_chunks
+from ...sampling import samplers
 from ..frames import check_one_ratio, sampled_frames
 from .encoder import Encoder, FrameEncoder
 from .lstr import LSTR
 
 FOR_FRAMES = ("keep_ratio", "sampler", "per_sample", "seed")
 """the fields of ``SBPConfig`` that choose frames; the others are about tokens"""
+
+
+@dataclass(frozen=True)
+class WorkFirst:
+    """Orders the last ``work`` frames of a window before the older ones, each part as a sampler of frames does.
+
+    A work frame has a loss of its own, which reaches its features by residual paths; older frames share what passes
+    the few queries that the long memory is compressed to.
+    """
+
+    sampler: str | samplers.Sampler
+    work: int
+
+    def __call__(self, shape: samplers.Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
+        frames, kept = shape[0], max(samplers.count(self.sampler, shape, ratio) for ratio in ratios)
+        long = frames - self.work
+        work = self.part(self.work, min(kept, self.work), key)
+        return torch.cat((long + work, self.part(long, max(kept - self.work, 1), key)), 1)
+
+    def part(self, frames: int, kept: int, key: Tensor) -> Tensor:
+        return samplers.ordered(self.sampler, (frames, 1, 1), (kept / frames,), key)
 
 
 class OnlineDetector(nn.Module):
@@ -76,7 +99,10 @@ class OnlineDetector(nn.Module):
                     f"sbp.{others[0]} is about tokens within frames: set task.encoder.tokens, or leave it out"
                 )
         # "grid", the default, is a pattern within frames: over time it would keep all of them.
-        self.sbp = replace(config, sampler="frames") if config.sampler == "grid" else config
+        sampler = "frames" if config.sampler == "grid" else config.sampler
+        if self.config.kept == "work":
+            sampler = WorkFirst(sampler, self.temporal.window.work)
+        self.sbp = replace(config, sampler=sampler)
 
     def set_step(self, number: int) -> None:
         self.step = number

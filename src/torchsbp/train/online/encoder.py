@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import timm
 import torch
@@ -42,6 +42,8 @@ class Encoder:
     """frames that are encoded at a time where no gradients are needed, and of a checkpoint"""
     checkpoint: bool = False
     """keep no activations of frames but those of one chunk, and compute the others again in backward"""
+    kept: Literal["window", "work"] = "window"
+    """sbp: which frames are sampled, all or first those of the work memory, where nearly all of the gradient is"""
     tokens: float | None = field(default=None, metadata=SHARE_ABOVE_0)
     """sbp: the keep-ratio of tokens within kept frames; without it all of them are kept"""
 
