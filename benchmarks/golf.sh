@@ -4,7 +4,7 @@
 #
 # GOLFDATA has golfdb96_avif.npz, lite2.pt (ImageNet's weights of efficientnet_lite2) and, if the installed Pillow reads no AVIF,
 # another one in pillow/. OUT gets a table for each experiment, and metrics.tar.gz with the metrics and logs of all runs.
-# May be set: LIMIT (520 s for all runs), SWINGS (so many of each part only) and COMMON (options of all runs).
+# May be set: LIMIT (1200 s for all runs), SWINGS (so many of each part only) and COMMON (options of all runs).
 set -eu
 GOLFDATA=$1 OUT=$2 WORK=${TMPDIR:-/tmp}/golf
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
@@ -15,13 +15,14 @@ PYTHONPATH=$AVIF${PYTHONPATH:-} python benchmarks/golf_data.py "$GOLFDATA/golfdb
 paired() { # NAME JOBS SEEDS METRICS ARMS…, options of all
   local name=$1 jobs=$2 seeds=$3 metrics=$4; shift 4
   python benchmarks/paired_runs.py "benchmarks/golf/$name.yaml" --out "$WORK/runs/$name" --jobs "$jobs" --seeds "$seeds" \
-    --limit "${LIMIT:-520}" --metrics $metrics --arm full "$@" ${COMMON:-} | sed -u "s/^/$name | /" | tee "$OUT/$name.txt"
+    --limit "${LIMIT:-1200}" --metrics $metrics --arm full "$@" ${COMMON:-} | sed -u "s/^/$name | /" | tee "$OUT/$name.txt"
 }
 SBP="--sbp.preset=default --sbp.per_sample=true"
-paired pretrained 9 3 "map tad" --arm "sbp $SBP --sbp.keep_ratio=0.2" --arm "frozen --task.encoder.frozen=true" \
+FIFTH="$SBP --sbp.keep_ratio=0.2"
+paired pretrained 9 3 "map tad" --arm "work $FIFTH --task.encoder.kept=work" --arm "sbp $FIFTH" --arm "frozen --task.encoder.frozen=true" \
   -- --task.data.root="$WORK/swings" --task.encoder.weights="$GOLFDATA/lite2.pt" &
 SBP="$SBP --sbp.sampler=frames"
-paired phases 5 5 top1 --arm "half $SBP --sbp.keep_ratio=0.5" --arm "quarter $SBP --sbp.keep_ratio=0.25" \
+paired phases 3 5 top1 --arm "half $SBP --sbp.keep_ratio=0.5" --arm "quarter $SBP --sbp.keep_ratio=0.25" \
   -- --task.data.root="$WORK/phases" --task.model.weights="$GOLFDATA/lite2.pt" &
 wait
 tar -C "$WORK/runs" -czf "$OUT/metrics.tar.gz" $(cd "$WORK/runs" && find . -name metrics.jsonl -o -name log.txt)

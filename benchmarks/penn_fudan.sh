@@ -46,12 +46,11 @@ runs() {
     --arm "sbp --sbp.preset=default --sbp.per_sample=true --sbp.exact_downsampling=true --sbp.scale=rows" -- \
     --task.data.root="$data/pennfudan" --task.model.weights="$work/pretrained.safetensors" ${MORE:-} 2>&1 | tee "$out/table.txt"
   tail -q -n 1 "$work"/runs/*/log.txt | cut -c1-200
+  tar -czf "$out/runs.tar.gz" -C "$work" --exclude "*.pt" --exclude "*.safetensors" runs  # each run has tens of MB of weights
   local images; images=$(ls "$data"/pennfudan/val/*.jpg | head -6)
   for arm in full sbp; do
     python -m torchsbp predict "$work/runs/${arm}_0" $images --out "$work/pictures_$arm" --device "${DEVICE:-cuda}" > /dev/null
   done
-  find "$work/runs" \( -name "*.pt" -o -name "*.safetensors" \) -delete  # each run of tens of MB
-  tar -czf "$out/runs.tar.gz" -C "$work" runs
   tar -czf "$out/pictures.tar.gz" -C "$work" pictures_full pictures_sbp
   rm -rf "$work"
 }

@@ -1,5 +1,6 @@
 """The task of online action detection: trained, killed and resumed, evaluated, reported."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -232,6 +233,17 @@ def test_the_encoder_begins_from_weights_with_or_without_a_classifier(whole, tmp
     assert all(torch.equal(value, ours[f"encoder.body.{name}"]) for name, value in found.items())
     with pytest.raises(UsageError, match=r"torchvision's weights as task.encoder.weights"):
         make_encoder(Encoder(name="torchvision/resnet18", pretrained=True), 32, (0.5,) * 3, (0.5,) * 3, start=True)
+
+
+def test_gradients_through_all_frames_are_the_full_ones(whole, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    measure = importlib.import_module("frame_gradients").main
+    measure([str(whole), "--batches=2", "--size=2", "--ratio=1"])
+    first, *table = capsys.readouterr().out.splitlines()
+    assert first.startswith("gradient of a frame's features: long memory ")
+    assert [line.split("|")[2:4] for line in table[2:]] == [[" 1.00 ", " 1.00 "]] * 3
+    measure([str(whole), "--batches=2", "--size=2", "--ratio=0.25"])
+    assert " 1.00 " not in capsys.readouterr().out
 
 
 @pytest.mark.slow
