@@ -112,7 +112,7 @@ def set_sizes(model: nn.Module, sizes: Sequence[Sequence[int]] | Tensor, padded:
     height, width = padded
     wrong = given.dim() != 2 or given.shape[1] != 2 or given.is_floating_point()
     if not wrong and given.is_cpu:  # values on a GPU are not waited for
-        wrong = bool((given < 1).any() or (given > torch.tensor([height, width])).any())
+        wrong = not all(1 <= h <= height and 1 <= w <= width for h, w in given.tolist())
     if wrong:
         raise UsageError(
             f"sizes={shown(sizes)} is not allowed; allowed: (height, width) of every image, whole numbers from 1 to "
@@ -124,7 +124,9 @@ def set_sizes(model: nn.Module, sizes: Sequence[Sequence[int]] | Tensor, padded:
                 f'scale="{entry.config.scale}" weighs all images alike, but of a smaller one a larger share is kept; '
                 'use scale="none" with set_sizes'
             )
-        entry.masks.images = Images(given.to(entry.step(module).device), (height, width))
+        device = entry.step(module).device
+        # Blocking, the copy would wait for all of the step before: a GPU would have nothing to do meanwhile.
+        entry.masks.images = Images(given.to(device, non_blocking=True), (height, width))
 
 
 def patched_entries(model: nn.Module) -> Iterator[tuple[Entry, nn.Module]]:
