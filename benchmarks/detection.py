@@ -316,8 +316,9 @@ def markdown(rows: Sequence[Row]) -> str:
         if "error" in row:
             lines.append(f"{which}{row['error']} |")
             continue
-        size = row.get("peak MiB", row.get("saved MiB"))
-        cells = [f"{size:.0f}, {row['memory']:.2f}×", f"{row['step ms']:.0f} ms, {row['speed']:.2f}× speed"]
+        cells = [f"{row.get('peak MiB', row.get('saved MiB')):.0f}", f"{row['step ms']:.0f} ms"]
+        if "speed" in row:  # full backprop was measured as well
+            cells = [f"{cells[0]}, {row['memory']:.2f}×", f"{cells[1]}, {row['speed']:.2f}× speed"]
         cells += [f"{row['busy ms']:.0f} ms in {row['kernels']}" if "busy ms" in row else "–"] if busy else []
         cells += [f"{row['parts MiB'][title]:.0f}" for title in titles]
         lines.append(f"{which}{' | '.join(cells)} |")
