@@ -124,9 +124,14 @@ def set_sizes(model: nn.Module, sizes: Sequence[Sequence[int]] | Tensor, padded:
                 f'scale="{entry.config.scale}" weighs all images alike, but of a smaller one a larger share is kept; '
                 'use scale="none" with set_sizes'
             )
-        device = entry.step(module).device
-        # Blocking, the copy would wait for all of the step before: a GPU would have nothing to do meanwhile.
-        entry.masks.images = Images(given.to(device, non_blocking=True), (height, width))
+        entry.masks.images = Images(sent(given, entry.step(module).device), (height, width))
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """On the device. A GPU may be busy with the step before: the CPU does not wait for that, as it would if it copied
+    from memory that is not pinned."""
+    pinned = values.pin_memory() if values.is_cpu and device.type == "cuda" else values
+    return pinned.to(device, non_blocking=True)
 
 
 def patched_entries(model: nn.Module) -> Iterator[tuple[Entry, nn.Module]]:

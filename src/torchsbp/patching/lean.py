@@ -16,6 +16,7 @@ from ..ops import rows as R
 from ..ops.activations import GATED, activation_of
 from ..ops.attention import attention_branch
 from ..ops.block import transformer_block
+from ..ops.constants import constant
 from ..ops.downsample import DownsampleParams, DownsampleSpec, downsample
 from ..ops.gate import gate
 from ..ops.heads import AttentionParams, AttentionSpec
@@ -303,4 +304,9 @@ def drop_factor(drop_path: nn.Module | None, x: Tensor, scale: Tensor | None) ->
         return None
     dtype = autocast_dtype(x) or x.dtype
     dtype = dtype if scale is None else torch.promote_types(dtype, scale.dtype)
-    return drop_path(torch.ones(x.shape[0], *[1] * (x.dim() - 1), dtype=dtype, device=x.device)).flatten()
+    return drop_path(ones((x.shape[0], *[1] * (x.dim() - 1)), dtype, x.device)).flatten()
+
+
+@constant
+def ones(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones(shape, dtype=dtype, device=device)
