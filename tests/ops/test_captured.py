@@ -1,11 +1,14 @@
 """Backward passes replayed from a graph: the same gradients, for every block of a kind. Without a GPU a graph is stood
 in for by what it would do: run again on the memory that it was captured with."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 
-from torchsbp.ops import captured
+from torchsbp.ops import graphs as module
 from torchsbp.ops.block import transformer_block
+from torchsbp.ops.device import CPU, CUDA
 from torchsbp.ops.heads import AttentionSpec
 from torchsbp.ops.mlp import MLPParams, MLPSpec, mlp_branch
 
@@ -16,25 +19,33 @@ B, N, C, HEADS = 2, 24, 48, 3
 SPEC = AttentionSpec(HEADS, 0.25)
 
 
-def again(run, device):
-    results = run()
-
-    def replay():
-        for old, new in zip(results, run(), strict=True):
-            if old is not None:
-                old.copy_(new)
-
-    return results, replay
-
-
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch):
     """Those of the test alone."""
-    monkeypatch.setattr(captured, "_GRAPHS", captured._GRAPHS.__class__())
+
+    def again(run, device):
+        def on(place):
+            with monkeypatch.context() as patch:
+                patch.setattr(module, "empty", place)
+                return run()
+
+        places, results = on(lambda tensor: None if tensor is None else tensor.clone())
+
+        def replay():
+            there = iter(places)
+            _, found = on(lambda tensor: next(there))
+            for old, new in zip(results, found, strict=True):
+                if old is not None:
+                    old.copy_(new)
+
+        return (places, results), replay
+
+    monkeypatch.setattr(module, "_GRAPHS", OrderedDict())
     if DEVICE == "cpu":
-        monkeypatch.setattr(captured, "suits", lambda dy: dy.numel() <= captured.LARGEST)
-        monkeypatch.setattr(captured, "record", again)
-    return captured
+        monkeypatch.setattr(CPU, "run_backward", CUDA.run_backward)
+        monkeypatch.setattr(module, "suits", lambda dy: dy.numel() <= module.LARGEST)
+        monkeypatch.setattr(module, "record", again)
+    return module
 
 
 def on_device(params):
@@ -66,12 +77,12 @@ def test_replayed_gradients_are_those_of_the_pass(op, graphs, monkeypatch):
         found = gradients(y, torch.randn_like(y), leaves)
         torch.manual_seed(seed)
         with monkeypatch.context() as patch:
-            patch.setattr(captured, "LARGEST", 0)
+            patch.setattr(module, "LARGEST", 0)
             y, leaves = op(seed, rows)
             expected = gradients(y, torch.randn_like(y), leaves)
         kept.append((found, [None if t is None else t.clone() for t in expected]))
     (graph,) = graphs._GRAPHS.values()
-    assert isinstance(graph, captured.Graph)
+    assert isinstance(graph, module.Graph)
     for found, expected in kept:  # what was given stays as it was given
         for a, b in zip(found, expected, strict=True):
             assert (a is None) == (b is None)
@@ -96,7 +107,7 @@ def test_blocks_of_one_step_are_not_captured(graphs):
 
 
 def test_as_many_graphs_as_are_held(graphs, monkeypatch):
-    monkeypatch.setattr(captured, "HELD", 2)
+    monkeypatch.setattr(module, "HELD", 2)
     for ratio in (0.25, 0.5, 0.75):
         y, leaves = mlp(0, kept_rows(B, N, ratio).to(DEVICE))
         gradients(y, torch.ones_like(y), leaves)
