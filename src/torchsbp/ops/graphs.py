@@ -124,7 +124,7 @@ class Recorded(NamedTuple):
     graph: torch.cuda.CUDAGraph
     pool: Pool
 
-    def __call__(self) -> None:
+    def replay(self) -> None:
         self.graph.replay()
 
 
@@ -148,7 +148,7 @@ def record(run: Callable[[], Result], device: torch.device) -> tuple[Result, Cal
         finally:
             graph.capture_end()
     stream.wait_stream(pool.stream)
-    return result, Recorded(graph, pool)
+    return result, Recorded(graph, pool).replay
 
 
 def release() -> None:
