@@ -6,7 +6,7 @@ own, SBP's backward passes run Triton kernels, and some operators need workspace
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import FunctionType
@@ -19,9 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ..ops.device import CUDA, HALF, substituted
-from ..ops.graphs import LARGEST, Backward, Context, empty
+from ..ops.graphs import Pass, Tensors, empty, passed, small, with_passed
 from ..ops.kernel_steps import KernelSteps
-from ..ops.layers import Grad
 from ..ops.window_launches import KernelWindowAttention
 from .live import in_graph
 
@@ -66,14 +65,16 @@ class SimulatedDevice(CUDA):
         """In the weight's precision at once."""
         return torch.empty(weight.shape, dtype=weight.dtype)
 
-    def run_backward(self, backward: Backward, context: Context, dy: Tensor) -> Sequence[Grad]:
+    def run_pass(self, run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
         """A graph has copies of what it is given, and of its results there are copies."""
-        if dy.numel() > LARGEST:
-            return backward(context, dy)
+        if not small(given):
+            return run(static, given)
         with in_graph():
-            saved = [empty(t) for t in context.saved_tensors]
-            results = backward(context._replace(saved_tensors=saved), empty(dy))
-        return tuple(empty(t) for t in results)
+            places = [empty(t) for t in given]
+            results, extra = run(static, places)
+        same = passed(results, places)
+        found = [None if number in same else empty(t) for number, t in enumerate(results)]
+        return with_passed(found, same, given), extra
 
 
 DEVICE = SimulatedDevice()
