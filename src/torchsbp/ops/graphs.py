@@ -20,6 +20,7 @@ LARGEST = 2**24
 """elements of an op's input or cotangent: with more of them the GPU is the slower one, and copies cost memory"""
 HELD = 128
 """passes: forward and backward of kinds of blocks, for some image sizes"""
+PLAIN = (Tensor, torch.nn.Parameter)
 Tensors = Sequence[Any]
 """or None"""
 Pass = Callable[[Any, Tensors], tuple[Tensors, Any]]
@@ -116,6 +117,8 @@ def small(given: Tensors) -> bool:
 def suits(given: Tensors) -> bool:
     """Whether it is small, and nobody else looks at every operator or captures them already."""
     if not small(given) or _get_current_dispatch_mode() is not None:
+        return False
+    if not all(t is None or type(t) in PLAIN for t in given):
         return False
     return not torch.cuda.is_current_stream_capturing()
 
