@@ -158,12 +158,14 @@ def record(run: Callable[[], Result], device: torch.device) -> tuple[Result, Cal
         pool = _POOLS[key] = Pool(device)
     graph = torch.cuda.CUDAGraph()
     pool.stream.wait_stream(stream)
+    torch._C._cuda_clearCublasWorkspaces()  # those of one capture are not for another
     with torch.cuda.stream(pool.stream):
         graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
         try:
             result = run()
         finally:
             graph.capture_end()
+            torch._C._cuda_clearCublasWorkspaces()
     stream.wait_stream(pool.stream)
     return result, Recorded(graph, pool).replay
 
