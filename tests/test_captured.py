@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import torchsbp
-from torchsbp.ops import captured
+from torchsbp.ops import graphs
 
 from .models import LEAN, images
 from .steps import assert_gradients
@@ -51,7 +51,7 @@ def test_two_models_have_the_gradients_that_they_have_without_graphs(name, way, 
     expected_of = copy.deepcopy(pair)
     with torch.autograd.set_multithreading_enabled(way != "one thread"):
         found = steps(pair, way)
-        assert any(isinstance(graph, captured.Graph) for graph in captured._GRAPHS.values())
-        monkeypatch.setattr(captured, "LARGEST", 0)
+        assert any(isinstance(graph, graphs.Graph) for graph in graphs._GRAPHS.values())
+        monkeypatch.setattr(graphs, "LARGEST", 0)
         for ours, theirs in zip(found, steps(expected_of, way), strict=True):
             assert_gradients(ours, theirs, rtol=1e-3)

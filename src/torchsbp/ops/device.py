@@ -13,6 +13,7 @@ import torch.nn.attention
 from torch import Tensor
 
 from . import rows as R
+from .graphs import Pass, Tensors, run_pass
 from .kernel_steps import KernelSteps, keep_rows, rotated, scaled_last_layer, take_rows
 from .launch import launch
 from .layers import Grad, LastLayer, cast, last_layer_gradients
@@ -73,6 +74,10 @@ class Device:
             samples, heads, _ = lse.shape
             lse = R.take(lse.transpose(1, 2), rows).view(samples, -1, heads).transpose(1, 2)
         return kept_x, self.save_rows(o, rows), lse
+
+    def run_pass(self, run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
+        """A forward or backward pass of an op."""
+        return run(static, given)
 
     def inverse(self, rows: Tensor, size: int) -> Grad:
         """The inverse of kept rows among ``size`` rows, made once for all ops; None where the steps don't read it."""
@@ -167,6 +172,10 @@ class CUDA(Device):
         if rows is None or torch.compiler.is_compiling() or not (self.fits(x) and self.fits(o)):
             return super().save_attention(x, o, lse, rows, dtype, x_rows)
         return keep_rows(self.launch, x, o, lse, rows, dtype, x_rows)
+
+    def run_pass(self, run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
+        """Small ones are replayed from CUDA graphs."""
+        return run_pass(run, static, given, given[0].device)
 
     def inverse(self, rows: Tensor, size: int) -> Grad:
         return R.inverse(rows, size)
