@@ -1,7 +1,7 @@
 """Down-sampling with stride ≥ kernel: ``y = gate(conv(norm(x)))``. Patches do not overlap, so outputs are independent.
 
 Every output position is a linear function of its own patch: the backward pass runs on the patches of kept outputs, and
-only these are saved. Where all are kept, and all of x is in patches, x itself is.
+only these are saved. Where all are kept, and all of x is in patches, it is x as it lies.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import rows as R
 from .device import device_of, weight_gradient
-from .layers import BackwardOptions, Grad, Norm, autocast_dtype, cast, norm, parameter_gradients
+from .layers import BackwardOptions, Grad, Norm, autocast_dtype, cast, norm, parameter_gradients, saved_dtype
 from .named import split
 from .once import once
 from .steps import Affine
@@ -96,8 +96,9 @@ class _Downsample(torch.autograd.Function):
         kept = channels_last
         if rows is not None:
             kept = R.take(channels_last, patch_rows(rows, channels_last.shape[:3], (kh, kw), spec.stride))
+        kept = cast(kept, saved_dtype(x, spec.dtype, options.recompute))
         ctx.save_for_backward(*DownsampleSaved(kept, rows), *p)
-        ctx.spec, ctx.options, ctx.shape = spec, options, channels_last.shape
+        ctx.spec, ctx.options, ctx.shape, ctx.dtype = spec, options, channels_last.shape, x.dtype
         return y
 
     @staticmethod
@@ -118,7 +119,7 @@ class _Downsample(torch.autograd.Function):
         dn = kept_dy @ cast(matrix, n.y.dtype)
         inputs = None if rows is None else patch_rows(rows, (B, H, W), (kh, kw), spec.stride)
         dx = steps.norm_backward_input(
-            dn.view_as(x), n, affine, x.dtype, rows=inputs, size=B * H * W, norm_total="norm"
+            dn.view_as(x), n, affine, ctx.dtype, rows=inputs, size=B * H * W, norm_total="norm"
         )
         dx = (out_of_patches(dx, (B, H, W, C), (kh, kw)) if rows is None else dx.view(B, H, W, C)).permute(0, 3, 1, 2)
         totals = steps.totals()
