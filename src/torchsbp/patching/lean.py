@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..adapters import lean as L
 from ..adapters import lora
+from ..adapters.base import untouched
 from ..adapters.names import find, parameter
 from ..errors import UsageError
 from ..ops import rows as R
@@ -17,6 +18,7 @@ from ..ops.activations import GATED, activation_of
 from ..ops.attention import attention_branch
 from ..ops.block import transformer_block
 from ..ops.constants import constant
+from ..ops.conv_block import ConvParams, ConvSpec, conv_block
 from ..ops.downsample import DownsampleParams, DownsampleSpec, downsample
 from ..ops.gate import gate
 from ..ops.heads import AttentionParams, AttentionSpec
@@ -132,6 +134,8 @@ def rope_of(given: Any, n: int) -> Tensor:
 class ConvBlock(SampledBlock):
     def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         parts = self.description
+        if self.is_one_function(module):
+            return self.block(module, x)
         u = find(module, parts.conv)(through(module, parts.pool, x))
         batch, positions = u.shape[0], u.shape[2] * u.shape[3]
         kept = self.sampling.kept(batch, positions)
@@ -141,16 +145,39 @@ class ConvBlock(SampledBlock):
             return y
         return gate(y.permute(0, 2, 3, 1), kept.rows).permute(0, 3, 1, 2)
 
+    def is_one_function(self, module: nn.Module) -> bool:
+        """Whether ``conv_block`` is all that the block does: before the branch nothing but a convolution that keeps the
+        size, and nothing on the shortcut. A compiler joins the parts itself."""
+        parts: L.ConvBlock = self.description
+        shortcut = find(module, parts.shortcut)
+        if parts.pool or self.sampling.scope != "branch" or torch.compiler.is_compiling():
+            return False
+        return (shortcut is None or type(shortcut) is nn.Identity) and keeps_size(find(module, parts.conv))
+
+    def block(self, module: nn.Module, x: Tensor) -> Tensor:
+        conv = find(module, self.description.conv)
+        batch, positions = x.shape[0], x.shape[2] * x.shape[3]
+        kept = self.sampling.kept(batch, positions)
+        mlp, spec, factor = self.parts(module, x)
+        return conv_block(
+            x, kept.rows, ConvParams(*affine(conv)), ConvSpec(conv.padding, conv.dilation, conv.groups), mlp, spec,
+            inverse=kept.inverse, factor=factor, options=self.sampling.options(kept.rows, batch, positions),
+        )  # fmt: skip
+
     def branch(self, module: nn.Module, u: Tensor, kept: Kept, options: BackwardOptions) -> Tensor:
         """What the block adds to its shortcut, from the output of its convolution ``[B, C, H, W]``."""
+        mlp, spec, factor = self.parts(module, u)
+        u = u.permute(0, 2, 3, 1)
+        y = mlp_branch(u, kept.rows, mlp, spec, inverse=kept.inverse, factor=factor, residual=False, options=options)
+        return y.permute(0, 3, 1, 2)
+
+    def parts(self, module: nn.Module, u: Tensor) -> tuple[MLPParams, MLPSpec, Tensor | None]:
+        """Read from the module; stochastic depth is drawn for u."""
         parts: L.ConvBlock = self.description
         mlp, spec = mlp_of(module, parts.norm, parts)
         scale = find(module, parts.scale)
         mlp = mlp._replace(scale=None if scale is None else scale.flatten())
-        factor = drop_factor(find(module, parts.drop), u, scale)
-        u = u.permute(0, 2, 3, 1)
-        y = mlp_branch(u, kept.rows, mlp, spec, inverse=kept.inverse, factor=factor, residual=False, options=options)
-        return y.permute(0, 3, 1, 2)
+        return mlp, spec, drop_factor(find(module, parts.drop), u, scale)
 
 
 @runs(L.Downsample)
@@ -202,6 +229,15 @@ class Skipped(Strategy):
 def output_size(conv: nn.Conv2d, x: Tensor) -> list[int]:
     """The grid behind a convolution without padding."""
     return [(n - k) // s + 1 for n, k, s in zip(x.shape[2:], conv.kernel_size, conv.stride, strict=True)]
+
+
+def keeps_size(conv: nn.Module) -> bool:
+    """Whether it is a convolution, no more and no less, that gives as many positions as it is given."""
+    if type(conv) is not nn.Conv2d or not untouched(conv):
+        return False
+    if conv.padding_mode != "zeros" or conv.stride != (1, 1) or isinstance(conv.padding, str):
+        return False
+    return all(2 * p == d * (k - 1) for p, d, k in zip(conv.padding, conv.dilation, conv.kernel_size, strict=True))
 
 
 def through(block: nn.Module, name: str, x: Tensor) -> Tensor:
