@@ -8,11 +8,13 @@ import torch
 
 from torchsbp.ops import graphs as module
 from torchsbp.ops.block import transformer_block
+from torchsbp.ops.conv_block import ConvParams, ConvSpec, conv_block
 from torchsbp.ops.device import CPU, CUDA
+from torchsbp.ops.downsample import DownsampleSpec, downsample
 from torchsbp.ops.heads import AttentionSpec
 from torchsbp.ops.mlp import MLPParams, MLPSpec, mlp_branch
 
-from .helpers import attention_params, gradients, kept_rows, mlp_params
+from .helpers import attention_params, downsample_params, gradients, kept_rows, mlp_params
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, N, C, HEADS = 2, 24, 48, 3
@@ -67,10 +69,27 @@ def mlp(seed: int, rows):
     return mlp_branch(x, rows, p, residual=False), (x, *p)
 
 
-@pytest.mark.parametrize("op", [block, mlp])
-def test_replayed_passes_give_what_the_passes_give(op, graphs, monkeypatch):
+def conv(seed: int, rows):
+    torch.manual_seed(seed)
+    x = torch.randn(B, C, 4, 6, device=DEVICE).to(memory_format=torch.channels_last).requires_grad_()
+    p1 = on_device(ConvParams(torch.randn(C, 1, 7, 7), torch.randn(C)))
+    p2 = on_device(mlp_params(C, 2 * C, dtype=torch.float32))
+    return conv_block(x, rows, p1, ConvSpec((3, 3), (1, 1), C), p2, MLPSpec()), (x, *p1, *p2)
+
+
+def down(seed: int, rows):
+    torch.manual_seed(seed)
+    x = torch.randn(B, C, 8, 12, device=DEVICE).to(memory_format=torch.channels_last).requires_grad_()
+    p = on_device(downsample_params(C, 2 * C, 2, dtype=torch.float32))
+    return downsample(x, rows, p, DownsampleSpec((2, 2))), (x, *p)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+@pytest.mark.parametrize("op", [block, mlp, conv, down])
+def test_replayed_passes_give_what_the_passes_give(op, ratio, graphs, monkeypatch):
     """Three blocks of one shape and other values: the first runs as it is, the third by the graphs of the second."""
-    rows = kept_rows(B, N, 0.5).to(DEVICE)
+    rows = kept_rows(B, N, ratio)
+    rows = None if rows is None else rows.to(DEVICE)
     kept = []
     for seed in range(3):
         y, leaves = op(seed, rows)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import rows as R
+from .captured import captured_backward, captured_forward
 from .device import device_of, weight_gradient
 from .layers import BackwardOptions, Grad, Norm, autocast_dtype, cast, norm, parameter_gradients, saved_dtype
 from .named import split
@@ -77,7 +78,7 @@ class DownsampleInputs(NamedTuple):
 
 class DownsampleSaved(NamedTuple):
     """What the function saves before the parameters: rows of x in the patches of kept outputs, and these outputs; or
-    all of x ``[B, H, W, C]``."""
+    all of x ``[B, C, H, W]``."""
 
     x: Tensor
     rows: R.Rows
@@ -85,6 +86,7 @@ class DownsampleSaved(NamedTuple):
 
 class _Downsample(torch.autograd.Function):
     @staticmethod
+    @captured_forward
     def forward(ctx: Any, *flat: Any) -> Tensor:
         (x, rows, spec, options), p = split(flat, DownsampleInputs, DownsampleParams)
         channels_last, (kh, kw) = x.permute(0, 2, 3, 1), p.weight.shape[2:]
@@ -93,24 +95,25 @@ class _Downsample(torch.autograd.Function):
         y = F.conv2d(cast(n, spec.dtype), weight, bias, spec.stride)
         if rows is None and (y.shape[2] * kh, y.shape[3] * kw) != x.shape[2:]:
             rows = torch.arange(y.shape[0] * y.shape[2] * y.shape[3], device=x.device)
-        kept = channels_last
+        kept = x
         if rows is not None:
             kept = R.take(channels_last, patch_rows(rows, channels_last.shape[:3], (kh, kw), spec.stride))
         kept = cast(kept, saved_dtype(x, spec.dtype, options.recompute))
         ctx.save_for_backward(*DownsampleSaved(kept, rows), *p)
-        ctx.spec, ctx.options, ctx.shape, ctx.dtype = spec, options, channels_last.shape, x.dtype
+        ctx.static = spec, options, channels_last.shape, x.dtype
         return y
 
     @staticmethod
     @once
+    @captured_backward
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         (x, rows), p = split(ctx.saved_tensors, DownsampleSaved, DownsampleParams)
         _, needs = split(ctx.needs_input_grad, DownsampleInputs, DownsampleParams)
-        spec, (B, H, W, C), (out, _, kh, kw) = ctx.spec, ctx.shape, p.weight.shape
-        x = into_patches(x, (kh, kw)) if rows is None else x
+        (spec, options, (B, H, W, C), x_dtype), (out, _, kh, kw) = ctx.static, p.weight.shape
+        x = into_patches(x.permute(0, 2, 3, 1), (kh, kw)) if rows is None else x
         steps, affine = device_of(x).steps(x, out + 2 * C), Affine(p.norm_weight, p.norm_bias, spec.norm)
         n = steps.normalise(x, affine, spec.dtype, after=dy)
-        weight, dy_rows = ctx.options.row_weight, R.flat(dy.permute(0, 2, 3, 1))
+        weight, dy_rows = options.row_weight, R.flat(dy.permute(0, 2, 3, 1))
         kept_dy, _ = steps.cotangent(dy_rows, rows, None, None, B, n.y.dtype, total="output", weight=weight)
         matrix = p.weight.permute(0, 2, 3, 1).flatten(1)
         dw = weight_gradient(kept_dy, n.y.view(-1, kh * kw * C), matrix, needs.weight)
@@ -119,9 +122,9 @@ class _Downsample(torch.autograd.Function):
         dn = kept_dy @ cast(matrix, n.y.dtype)
         inputs = None if rows is None else patch_rows(rows, (B, H, W), (kh, kw), spec.stride)
         dx = steps.norm_backward_input(
-            dn.view_as(x), n, affine, ctx.dtype, rows=inputs, size=B * H * W, norm_total="norm"
+            dn.view_as(x), n, affine, x_dtype, rows=inputs, size=B * H * W, norm_total="norm"
         )
         dx = (out_of_patches(dx, (B, H, W, C), (kh, kw)) if rows is None else dx.view(B, H, W, C)).permute(0, 3, 1, 2)
         totals = steps.totals()
         grads = DownsampleParams(totals["norm_weight"], totals["norm_bias"], dw, totals["output"])
-        return *DownsampleInputs(dx), *parameter_gradients(grads, p, needs, ctx.options.weight_scale)
+        return *DownsampleInputs(dx), *parameter_gradients(grads, p, needs, options.weight_scale)
