@@ -239,6 +239,8 @@ def train(
 @lru_cache(maxsize=1)
 def prepared(model: str, arm: str, drop_path: float, settings: Settings, data: Path) -> Training:
     """What runs of an arm have in common, made once: they are replays of one graph."""
+    if settings.compile:
+        torch.compiler.reset()  # what a class is compiled to is limited in number: those before are not needed
     return Training(Run(model, arm, drop_path=drop_path), settings, Data.load(data, settings.images))
 
 
