@@ -97,9 +97,8 @@ class Training:
         self.model = fresh(run, settings, data).to(data.device)
         if arm.checkpoint:
             self.model.set_grad_checkpointing(True)  # type: ignore[operator]
-        if arm.local:
-            apply_local(self.model, **arm.options or {})
-        elif arm.options is not None:
+        self.draw = apply_local(self.model, **arm.options or {}) if arm.local else None
+        if arm.options is not None and not arm.local:
             apply(self.model, **arm.options)
         # Compiled graphs of two arms have random numbers of their own unless PyTorch's are asked for.
         paired: Any = {"fallback_random": not arm.checkpoint}
@@ -109,10 +108,9 @@ class Training:
         self.steps = len(data.x_train) // self.batch
         self.make_epoch()
         self.optimizer = torch.optim.AdamW(
-            groups(self.model), lr=self.rate, weight_decay=settings.weight_decay, betas=(0.9, 0.99), fused=True,
-            capturable=data.device.type == "cuda",
-        )  # fmt: skip
-        # Eager checkpointing asks for the state of random numbers, "local" for how many are kept: neither in a graph.
+            groups(self.model), lr=self.rate, weight_decay=settings.weight_decay, betas=(0.9, 0.99), fused=True
+        )
+        # Eager checkpointing looks at the state of random numbers, "local" counts steps in Python: neither in a graph.
         captured = settings.capture and data.device.type == "cuda" and (compiled or not (arm.checkpoint or arm.local))
         self.advance = self.captured(3 if compiled else 1) if captured else self.step
         if not captured:
@@ -161,7 +159,9 @@ class Training:
         )
         self.turn.zero_()
         self.loss.zero_()
-        if self.arm.options is not None and not self.arm.local:
+        if self.draw is not None:
+            self.draw.step = number * steps
+        elif self.arm.options is not None:
             set_step(self.model, number * steps)
 
     def step(self) -> None:
@@ -187,6 +187,8 @@ class Training:
             for _ in range(warm):
                 self.step()
         torch.cuda.current_stream().wait_stream(aside)
+        for group in self.optimizer.param_groups:
+            group["capturable"] = True  # a step outside of a graph would be warned of
         torch.cuda.reset_peak_memory_stats()  # replays allocate nothing: the peak is the capture's
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
