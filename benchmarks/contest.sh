@@ -32,7 +32,7 @@ models=${MODELS:-vit,convnext}
 for call in $calls; do
   echo "== $call, $((end - SECONDS)) s left"
   case $call in
-    rates) study contest --models "$models" --arms full --epochs "$short" --lr 0.5,1,2,4 ;;
+    rates) study contest --models "$models" --arms full --epochs "$short" --lr 1,2,4 ;;
     screen) study contest --models "$models" --arms "$first" --epochs "$short" --tuned --seeds 2 ;;
     others) study contest --models "$models" --arms "$others" --epochs "$short" --tuned --seeds 2 ;;
     speed) study speed --models "$models" --arms "$timed" ;;

@@ -67,8 +67,8 @@ MODELS = {
             "toy": {"embed_dim": 32, "depth": 3, "num_heads": 2},
         },
     ),
-    "convnext": Recipe(convnext, 2e-3, CONVNEXT),
-    "convnext2": Recipe(partial(convnext, stem=2, scale=1e-6), 2e-3, CONVNEXT),  # as for large images: an ablation
+    "convnext": Recipe(convnext, 1e-3, CONVNEXT),
+    "convnext2": Recipe(partial(convnext, stem=2, scale=1e-6), 1e-3, CONVNEXT),  # as for large images: an ablation
     "swin": Recipe(
         swin, 1e-3,
         {

@@ -31,6 +31,8 @@ def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
     before = torch.cuda.memory_allocated() if cuda else 0
     training = Training(run, settings, data)
     training.fill(0, run.epochs)
+    if cuda and training.advance == training.step:  # else it was captured, the last that allocated
+        torch.cuda.reset_peak_memory_stats()
     times = []
     with alone(place.out):
         for _ in range(ROUNDS):
