@@ -17,25 +17,24 @@ ARMS = [
 ]  # fmt: skip
 
 
-def check(data, model, arm, **settings):
-    """Of two runs, the second in the graph of the first."""
-    losses = []
-    for capture in (True, False):
-        training = Training(Run(model, arm, drop_path=0.3), replace(TOY, capture=capture, **settings), Data.load(data))
-        assert (training.advance == training.step) is not capture
-        for seed in (0, 1):
-            training.begin(Run(model, arm, seed=seed, epochs=2, drop_path=0.3))
-            losses.append([training.epoch(number) for number in range(2)])
-    assert losses[0] == pytest.approx(losses[2], rel=2e-3)
-    assert losses[1] == pytest.approx(losses[3], rel=2e-3)
-    assert losses[0] != losses[1]
+def losses(data, model, arm, **settings):
+    """Of two runs, the second in the graph of the first if there is one."""
+    training = Training(Run(model, arm, drop_path=0.3), replace(TOY, **settings), Data.load(data))
+    assert (training.advance == training.step) is (settings.get("capture") is False)
+    found = []
+    for seed in (0, 1):
+        training.begin(Run(model, arm, seed=seed, epochs=3, drop_path=0.3))
+        found += [training.epoch(number) for number in range(3)]
+    return found
 
 
 @pytest.mark.parametrize("model, arm", ARMS)
 def test_captured_steps_are_those_one_by_one(data, model, arm):
-    check(data, model, arm)
+    assert losses(data, model, arm) == pytest.approx(losses(data, model, arm, capture=False), rel=2e-3)
 
 
-@pytest.mark.parametrize("arm", ["full", "own rows 0.5"])
-def test_compiled_steps_are_captured(data, arm):
-    check(data, "vit", arm, compile=True)
+@pytest.mark.parametrize("model, arm", [its for its in ARMS if its[0] != "swin"])
+def test_compiled_and_captured_steps_train_as_plain_ones(data, model, arm):
+    plain = losses(data, model, arm, capture=False)
+    assert losses(data, model, arm, compile=True) == pytest.approx(plain, rel=0.03)
+    assert plain[2] < plain[0]
