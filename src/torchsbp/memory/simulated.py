@@ -99,7 +99,7 @@ def asks_for_overrides(func: Any) -> bool:
     """
     if not isinstance(func, FunctionType) or "super" in func.__code__.co_names:
         return False
-    return any(name in func.__globals__ for name in QUESTIONS)
+    return any(name in func.__code__.co_names and name in func.__globals__ for name in QUESTIONS)
 
 
 @cache
