@@ -270,13 +270,14 @@ def test_norm_backward_middle(ratio, weight, kind, scale):
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 @pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("residual", [False, True])
-def test_norm_backward_input_of_all_rows(residual, affine, kind):
+@pytest.mark.parametrize("residual, overwrite", [(False, False), (False, True), (True, False)])
+def test_norm_backward_input_of_all_rows(residual, overwrite, affine, kind):
     x, norm = randn(SAMPLES * N, C), norm_of(affine, kind)
     n, dn, base = norm_again(x, *norm, None), randn(*x.shape), randn(*x.shape) if residual else None
 
     def run(steps):
-        return (steps.norm_backward_input(dn, n, norm, x.dtype, base=base, norm_total="norm"),)
+        more = {"base": base, "norm_total": "norm", "overwrite": overwrite}
+        return (steps.norm_backward_input(dn.clone(), n, norm, x.dtype, **more),)
 
     check_norm(run, 2 * C, kind, affine)
 
@@ -338,14 +339,15 @@ B, SIDE, WIDTH, HEADS = 2, 6, 48, 3
 @pytest.mark.parametrize("scope", ["branch", "block"])
 @pytest.mark.parametrize("rule", ["query", "qkv", "exact"])
 @pytest.mark.parametrize("ratio", [1.0, 0.3])
-@pytest.mark.parametrize("op", ["block", "post-norm block", "attention", "mlp", "convnext"])
+@pytest.mark.parametrize("op", ["block", "post-norm block", "attention", "mlp", "inner-norm mlp", "convnext"])
 def test_ops_take_the_same_gradients_from_the_kernels(op, ratio, rule, scope, recompute):
     """Float32, whole ops: this is what the arguments of each step are."""
-    if op in ("mlp", "convnext") and rule != "query":
+    if op in ("mlp", "inner-norm mlp", "convnext") and rule != "query":
         pytest.skip("has no attention")
     x = randn(B, SIDE * SIDE, WIDTH).requires_grad_()
     p1 = on_device(attention_params(WIDTH, HEADS, dtype=torch.float32))
     p2 = on_device(mlp_params(WIDTH, 2 * WIDTH, dtype=torch.float32))
+    gate = on_device(mlp_params(WIDTH, 2 * WIDTH, gated=True, inner_norm=True, dtype=torch.float32))
     post1, post2 = post_norm(p1), post_norm(p2)
     rows, spec = kept_rows(B, SIDE * SIDE, ratio), AttentionSpec(HEADS, 0.25, rule=RULES[rule])
     weight = RowWeight(1 / ratio, 1) if scope == "branch" else None
@@ -359,10 +361,13 @@ def test_ops_take_the_same_gradients_from_the_kernels(op, ratio, rule, scope, re
         "post-norm block": lambda: transformer_block(x, rows, post1, post[0], post2, post[1], **factors),
         "attention": lambda: attention_branch(x, rows, p1, spec, factor=factor, options=options),
         "mlp": lambda: mlp_branch(x, rows, p2, factor=factor, options=options),
+        "inner-norm mlp": lambda: mlp_branch(
+            x, rows, gate, MLPSpec(act=GATED + "silu", inner_norm=Norm()), factor=factor, options=options
+        ),
         "convnext": lambda: mlp_branch(x, rows, p2, factor=factor, residual=False, options=options),
     }[op]
     blocks = {"block": (x, *p1, *p2), "post-norm block": (x, *post1, *post2)}
-    leaves = {**blocks, "attention": (x, *p1)}.get(op, (x, *p2))
+    leaves = {**blocks, "attention": (x, *p1), "inner-norm mlp": (x, *gate)}.get(op, (x, *p2))
     compare(run, leaves)
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from torchsbp.ops import reference
+from torchsbp.ops import layers, reference
 from torchsbp.ops.activations import ACTIVATIONS, GATED
 from torchsbp.ops.layers import NO_NORM, BackwardOptions, Norm
 from torchsbp.ops.mlp import MLPParams, MLPSpec, mlp_branch
@@ -72,6 +72,19 @@ def test_gates_and_inner_norms_equal_reference(act, inner_norm, recompute):
     theirs = reference.mlp_branch(x, rows, p, spec)
     assert torch.equal(ours, theirs)
     assert_same_gradients(gradients(ours, dy, (x, *p)), gradients(theirs, dy, (x, *p)))
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_an_inner_norm_in_parts_has_the_same_bits(kind, monkeypatch):
+    x, _, p = inputs(gated=True, inner_norm=True)
+    p = MLPParams(*(None if t is None else t.float() for t in p))
+    p = p if kind == "layer" else p._replace(inner_norm_bias=None)
+    spec = MLPSpec(act=GATED + "silu", inner_norm=Norm(kind=kind))
+    monkeypatch.setattr(layers, "PART", 5 * HIDDEN)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = mlp_branch(x.float(), None, p, spec)
+        theirs = reference.mlp_branch(x.float(), None, p, spec)
+    assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("recompute", [True, False])

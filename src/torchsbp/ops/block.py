@@ -28,10 +28,9 @@ from .mlp import (
     MLPWeights,
     mlp_backward,
     mlp_columns,
+    mlp_forward,
     mlp_gradients,
-    mlp_hidden,
     mlp_norm,
-    mlp_output,
     mlp_weights,
 )
 from .named import split
@@ -102,11 +101,12 @@ class _TransformerBlock(torch.autograd.Function):
         weights1, weights2 = split(weights, AttentionWeights, MLPWeights)
         o, lse, qkv = attention_forward(x, p1, weights1, spec1, cut)
         saved = attention_saved(x, o, lse, qkv, kept, place, None, spec1, options.recompute)
+        del lse, qkv  # what is not saved: the MLP needs the room
         y = attention_output(o, p1, weights1, spec1)
+        del o
         x = x + (y if factor1 is None else y * factor1.view(-1, 1, 1))
-        h = mlp_hidden(x, p2, weights2, spec2)
-        kept_h = None if options.recompute else device.save_rows(h, rows)
-        y = mlp_output(h, p2, weights2, spec2)
+        del y
+        y, kept_h = mlp_forward(x, rows, p2, weights2, spec2, options.recompute)
         ctx.save_for_backward(*saved, *BlockSaved(rows, inverse, kept_h, factor1, factor2), *cut, *p1, *p2)
         ctx.attention_spec, ctx.mlp_spec, ctx.dtype = spec1, spec2, x.dtype
         ctx.options = options

@@ -263,6 +263,7 @@ class KernelSteps(Steps):
         self, dn: Tensor, n: Normed, norm: Affine, dtype: torch.dtype, *,
         rows: R.Rows = None, inverse: Grad = None, size: int = 0,
         dn_kept: Grad = None, kept: Grad = None, base: Grad = None, gated: bool = False, norm_total: str,
+        overwrite: bool = False,
     ) -> Tensor:  # fmt: skip
         if norm.static.kind == "none":
             return super().norm_backward_input(
@@ -271,7 +272,8 @@ class KernelSteps(Steps):
             )  # fmt: skip
         if rows is None:
             base = base if kept is None else kept
-            return self._norm_backward_rows(dn, n, norm, dtype, dn.shape[0], norm_total, base=base)
+            dx = dn if overwrite and dn.dtype == dtype and not torch.compiler.is_compiling() else None
+            return self._norm_backward_rows(dn, n, norm, dtype, dn.shape[0], norm_total, base=base, dx=dx)
         return self._norm_backward_rows(
             dn, n, norm, dtype, size, norm_total, inverse=given_inverse(rows, inverse, size),
             dn_kept=dn_kept, kept=kept, base=base, gated=gated,
@@ -282,15 +284,16 @@ class KernelSteps(Steps):
         inverse: Grad = None, dn_kept: Grad = None, kept: Grad = None,
         base: Grad = None, base_rows: Grad = None, gated: bool = False,
         half: Grad = None, scaled: Grad = None, factor: Grad = None, scale: Grad = None, samples: int = 1,
-        half_total: str = "", row: R.RowWeight | None = None,
+        half_total: str = "", row: R.RowWeight | None = None, dx: Grad = None,
     ) -> Tensor:  # fmt: skip
-        """The kernel's sums are side by side: the norm's weight, its bias, and if there is a ``half``, that's."""
+        """The kernel's sums are side by side: the norm's weight, its bias, and if there is a ``half``, that's.
+        ``dx`` is written to if it is given; it may be dn."""
         C = dn.shape[1]
         buffer = self.buffer(f"{norm_total}_weight", C)
         self.room(f"{norm_total}_bias", C)
         if half is not None:
             self.room(half_total, C)
-        dx = torch.empty(size, C, dtype=dtype, device=dn.device)
+        dx = torch.empty(size, C, dtype=dtype, device=dn.device) if dx is None else dx
         self.launch(
             "norm_backward", (self.programs,),
             dn=dn.contiguous(), dn_kept=dn_kept, x=n.x, mean=n.mean, rstd=n.rstd, weight=norm.weight, kept=kept,

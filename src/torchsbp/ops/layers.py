@@ -16,6 +16,8 @@ from .rows import RowWeight
 aten = torch.ops.aten
 
 Grad = Tensor | None
+PART = 2**24
+"""elements at least of one part of a large tensor, so that a GPU stays busy with it"""
 
 
 class Norm(NamedTuple):
@@ -118,6 +120,15 @@ def norm(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype |
     return cast(F.layer_norm(x, x.shape[-1:], weight, bias, static.eps), dtype)
 
 
+def norm_over(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype | None) -> Tensor:
+    """``norm`` of x, which is lost. It is wider than a half-precision x: then part by part, in the place of x."""
+    if weight is None or weight.dtype == x.dtype or dtype != x.dtype or torch.compiler.is_compiling():
+        return norm(x, weight, bias, static, dtype)
+    for part in x.view(-1, x.shape[-1]).chunk(max(1, x.numel() // PART)):
+        part.copy_(norm(part, weight, bias, static))
+    return x
+
+
 class Normed(NamedTuple):
     """A norm computed for backward: its output, what its own backward needs, and some rows of the output apart."""
 
@@ -126,6 +137,10 @@ class Normed(NamedTuple):
     mean: Grad
     rstd: Grad
     y_kept: Any = None
+
+    def without_output(self) -> "Normed":
+        """What its backward needs."""
+        return self._replace(y=self.x, y_kept=None)
 
 
 def norm_again(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype | None) -> Normed:

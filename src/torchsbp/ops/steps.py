@@ -160,12 +160,14 @@ class Steps:
         base: Grad = None,
         gated: bool = False,
         norm_total: str,
+        overwrite: bool = False,
     ) -> Tensor:
         """Gradient of an op's input, in ``dtype``: the norm's and the residual path's, on all ``size`` rows.
 
         ``dn`` and ``n`` have the kept rows alone; or, if ``dn_kept`` is given, which is added to dn at the kept rows,
         all rows. The residual path brings ``kept`` at kept rows, or ``base`` if that is None; ``base`` elsewhere,
-        unless gated. ``inverse`` is that of ``rows`` if it is at hand. Totals: the norm's weight and bias.
+        unless gated. ``inverse`` is that of ``rows`` if it is at hand. dn may be overwritten if that is said. Totals:
+        the norm's weight and bias.
         """
         if rows is None:
             residual = base if kept is None else kept
