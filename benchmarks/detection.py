@@ -29,6 +29,7 @@ import commandline
 import torchsbp
 from case import Stopwatch, release
 from torchsbp.memory.estimate import checkpoint_blocks
+from torchsbp.memory.peak import peak_bytes
 from torchsbp.memory.saved import Saved
 from torchsbp.train.detection.model import Detector, compile_backbone
 from torchsbp.train.tasks.detection import Data, Detection, DetectionOptions, Lean, Model
@@ -206,7 +207,7 @@ class Case:
         self.optimizer.step()
         self.optimizer.zero_grad()
         torch.cuda.synchronize()
-        top = torch.cuda.max_memory_allocated()
+        top = peak_bytes()
         state = sum(t.numel() * t.element_size() for its in self.optimizer.state.values() for t in its.values())
         parts = {"optimizer": state, "weights and images": before - state, **kept, "rest": top - forward}
         return {"peak MiB": top / MIB, "parts MiB": {part: size / MIB for part, size in parts.items()}}

@@ -6,7 +6,7 @@ own, SBP's backward passes run Triton kernels, and some operators need workspace
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import FunctionType
@@ -19,8 +19,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ..ops.device import CUDA, HALF, substituted
+from ..ops.graphs import LARGEST, Backward, Context, empty
 from ..ops.kernel_steps import KernelSteps
+from ..ops.layers import Grad
 from ..ops.window_launches import KernelWindowAttention
+from .live import in_graph
 
 aten = torch.ops.aten
 
@@ -62,6 +65,15 @@ class SimulatedDevice(CUDA):
     def weight_gradient(self, weight: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
         """In the weight's precision at once."""
         return torch.empty(weight.shape, dtype=weight.dtype)
+
+    def run_backward(self, backward: Backward, context: Context, dy: Tensor) -> Sequence[Grad]:
+        """A graph has copies of what it is given, and of its results there are copies."""
+        if dy.numel() > LARGEST:
+            return backward(context, dy)
+        with in_graph():
+            saved = [empty(t) for t in context.saved_tensors]
+            results = backward(context._replace(saved_tensors=saved), empty(dy))
+        return tuple(empty(t) for t in results)
 
 
 DEVICE = SimulatedDevice()

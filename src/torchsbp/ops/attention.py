@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import rows as R
+from .captured import captured
 from .device import device_of, weight_gradient
 from .heads import (
     QKV,
@@ -279,8 +280,7 @@ class _AttentionBranch(torch.autograd.Function):
         o, lse, qkv = attention_forward(x, p, weights, spec, cut)
         saved = attention_saved(x, o, lse, qkv, rows, inverse, heads, spec, options.recompute)
         ctx.save_for_backward(*saved, *Sampled(heads, factor), *cut, *p)
-        ctx.spec, ctx.dtype = spec, x.dtype
-        ctx.options = options
+        ctx.static = spec, options, x.dtype
         y = attention_output(o, p, weights, spec)
         if factor is not None:
             y = y * factor.view(-1, 1, 1)
@@ -288,25 +288,26 @@ class _AttentionBranch(torch.autograd.Function):
 
     @staticmethod
     @once
+    @captured
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        # Read once: checkpointing unpacks each tensor a single time.
         saved, (heads, factor), cut, p = split(ctx.saved_tensors, AttentionSaved, Sampled, Cut, AttentionParams)
         _, _, needs = split(ctx.needs_input_grad, AttentionInputs, Cut, AttentionParams)
-        spec, dtype, shape, dy = ctx.spec, saved.o.dtype, dy.shape, R.flat(dy)
+        spec, options, x_dtype = ctx.static
+        dtype, shape, dy = saved.o.dtype, dy.shape, R.flat(dy)
         kept_p, kept_spec = (p, spec) if heads is None else select_heads(p, spec, heads)
         device = device_of(saved.x)
         steps = device.steps(saved.x, attention_columns(kept_p, spec))
-        weight = ctx.options.row_weight
+        weight = options.row_weight
         kept_dy = steps.cotangent(
             dy, saved.rows, factor, p.scale, shape[0], dtype, total="attention_output", weight=weight
         )
         cast_weights = AttentionWeights(*device.cast(dtype, *attention_weights(kept_p)[:3]))
         dx, products = attention_input_backward(
             steps, kept_dy, saved, cast_weights, kept_p, kept_spec, needs,
-            kept=None, base=dy, scope=ctx.options.scope, dtype=ctx.dtype, cut=cut,
+            kept=None, base=dy, scope=options.scope, dtype=x_dtype, cut=cut,
         )  # fmt: skip
         grads = attention_gradients(products, steps.totals(), kept_p)
         if heads is not None:
             grads = scatter_heads(grads, p, spec, heads)
-        found = parameter_gradients(grads, p, needs, ctx.options.weight_scale)
+        found = parameter_gradients(grads, p, needs, options.weight_scale)
         return *AttentionInputs(dx.view(shape)), *NO_WINDOWS, *found

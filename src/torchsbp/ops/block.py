@@ -19,6 +19,7 @@ from .attention import (
     attention_input_backward,
     attention_saved,
 )
+from .captured import captured
 from .device import device_of
 from .heads import AttentionParams, AttentionSpec, AttentionWeights, attention_weights
 from .layers import BackwardOptions, Grad, Normed, autocast_dtype, parameter_gradients
@@ -108,25 +109,24 @@ class _TransformerBlock(torch.autograd.Function):
         del y
         y, kept_h = mlp_forward(x, rows, p2, weights2, spec2, options.recompute)
         ctx.save_for_backward(*saved, *BlockSaved(rows, inverse, kept_h, factor1, factor2), *cut, *p1, *p2)
-        ctx.attention_spec, ctx.mlp_spec, ctx.dtype = spec1, spec2, x.dtype
-        ctx.options = options
+        ctx.static = spec1, spec2, options, x.dtype
         y = y if factor2 is None else y * factor2.view(-1, 1, 1)
         return x + y if len(shape) == 3 else x.view(shape) + y.view(shape)  # FSDP warns of modules that return a view
 
     @staticmethod
     @once
+    @captured
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        # Read once: checkpointing unpacks each tensor a single time.
         parts = AttentionSaved, BlockSaved, Cut, AttentionParams, MLPParams
         saved, more, cut, p1, p2 = split(ctx.saved_tensors, *parts)
         _, _, needs1, needs2 = split(ctx.needs_input_grad, BlockInputs, Cut, AttentionParams, MLPParams)
         rows, inverse, h, factor1, factor2 = more
-        spec1, spec2 = ctx.attention_spec, ctx.mlp_spec
+        spec1, spec2, options, x_dtype = ctx.static
         shape, samples, dtype, dy = dy.shape, dy.shape[0], saved.o.dtype, R.flat(dy)
         device = device_of(saved.x)
         steps = device.steps(saved.x, mlp_columns(p2, spec2) + attention_columns(p1, spec1))
 
-        weight = ctx.options.row_weight
+        weight = options.row_weight
         kept_dy = steps.cotangent(dy, rows, factor2, p2.scale, samples, dtype, total="mlp_output", weight=weight)
         weights = device.cast(dtype, *attention_weights(p1), *mlp_weights(p2)[:3], None)
         weights1, weights2 = split(weights, AttentionWeights, MLPWeights)
@@ -143,21 +143,21 @@ class _TransformerBlock(torch.autograd.Function):
         else:  # all rows go on
             dy = steps.norm_backward_input(
                 dn, middle, affine, dy.dtype, rows=rows, inverse=inverse, size=dy.shape[0],
-                base=dy, gated=ctx.options.scope == "block", norm_total="mlp_norm",
+                base=dy, gated=options.scope == "block", norm_total="mlp_norm",
             )  # fmt: skip
             kept_dy = steps.cotangent(dy, None, factor1, p1.scale, samples, dtype, total="attention_output")
         del middle, dn
         dx, products1 = attention_input_backward(
             steps, kept_dy, saved, weights1, p1, spec1, needs1,
-            kept=d_middle, base=dy, scope=ctx.options.scope, dtype=ctx.dtype, cut=cut,
+            kept=d_middle, base=dy, scope=options.scope, dtype=x_dtype, cut=cut,
         )  # fmt: skip
         totals = steps.totals()
         grads1, grads2 = attention_gradients(products1, totals, p1), mlp_gradients(products2, totals, p2)
         return (
             *BlockInputs(dx.view(shape)),
             *NO_WINDOWS,
-            *parameter_gradients(grads1, p1, needs1, ctx.options.weight_scale),
-            *parameter_gradients(grads2, p2, needs2, ctx.options.weight_scale),
+            *parameter_gradients(grads1, p1, needs1, options.weight_scale),
+            *parameter_gradients(grads2, p2, needs2, options.weight_scale),
         )
 
 

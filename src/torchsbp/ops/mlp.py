@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import rows as R
 from .activations import activate, activation_named
+from .captured import captured
 from .device import device_of, weight_gradient
 from .layers import (
     NO_NORM,
@@ -225,30 +226,30 @@ class _MLPBranch(torch.autograd.Function):
         kept_x = device.save_rows(x, rows, saved_dtype(x, spec.dtype, options.recompute))
         y, kept_h = mlp_forward(x, rows, p, weights, spec, options.recompute)
         ctx.save_for_backward(*MLPSaved(kept_x, kept_h, rows, inverse, factor), *p)
-        ctx.spec, ctx.residual, ctx.dtype = spec, residual, x.dtype
-        ctx.options = options
+        ctx.static = spec, residual, options, x.dtype
         if factor is not None:
             y = y * factor.view(-1, *[1] * (x.dim() - 1))
         return x + y if residual else y
 
     @staticmethod
     @once
+    @captured
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        # Read once: checkpointing unpacks each tensor a single time.
         (x, h, rows, inverse, factor), p = split(ctx.saved_tensors, MLPSaved, MLPParams)
         _, needs = split(ctx.needs_input_grad, MLPInputs, MLPParams)
-        spec, shape, dy = ctx.spec, dy.shape, R.flat(dy)
+        spec, residual, options, x_dtype = ctx.static
+        shape, dy = dy.shape, R.flat(dy)
         device, affine = device_of(x), mlp_norm(p, spec)
         steps = device.steps(x, mlp_columns(p, spec))
 
         n = steps.normalise(R.flat(x), affine, spec.dtype, after=dy)
         cast_weights = MLPWeights(*device.cast(n.y.dtype, *mlp_weights(p)[:3]))
-        weight = ctx.options.row_weight
+        weight = options.row_weight
         kept_dy = steps.cotangent(dy, rows, factor, p.scale, shape[0], n.y.dtype, total="mlp_output", weight=weight)
         dn, products = mlp_backward(steps, kept_dy, n, h, cast_weights, p, spec, needs)
         dx = steps.norm_backward_input(
-            dn, n, affine, ctx.dtype, rows=rows, inverse=inverse, size=dy.shape[0],
-            base=dy if ctx.residual else None, gated=ctx.options.scope == "block", norm_total="mlp_norm",
+            dn, n, affine, x_dtype, rows=rows, inverse=inverse, size=dy.shape[0],
+            base=dy if residual else None, gated=options.scope == "block", norm_total="mlp_norm",
         )  # fmt: skip
         grads = mlp_gradients(products, steps.totals(), p)
-        return *MLPInputs(dx.view(shape)), *parameter_gradients(grads, p, needs, ctx.options.weight_scale)
+        return *MLPInputs(dx.view(shape)), *parameter_gradients(grads, p, needs, options.weight_scale)

@@ -10,6 +10,7 @@ from ..adapters import Adapter, Layout, find_backbones
 from ..adapters.names import qualified
 from ..config import KeepRatio, SBPConfig, configured
 from ..errors import UsageError, UsageTimeError, expect, shown
+from ..ops import graphs
 from ..ops.rules import RULES
 from ..sampling import schedules
 from ..sampling.area import Images
@@ -68,6 +69,7 @@ def remove(model: Model) -> Model:
     for _, module in modules:
         unbind_entry(module)
         unbind(module)
+    graphs.release()
     return model
 
 

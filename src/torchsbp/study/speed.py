@@ -6,6 +6,7 @@ from statistics import median
 
 import torch
 
+from ..memory.peak import peak_bytes
 from . import results
 from .plan import Plan
 from .training import Data, Place, Row, Run, Settings, Training
@@ -34,7 +35,7 @@ def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
         if cuda:
             torch.cuda.synchronize()
         times.append((time.perf_counter() - start) / STEPS)
-    peak = torch.cuda.max_memory_allocated() - before if cuda else 0
+    peak = peak_bytes() - before if cuda else 0
     yield {"ms": 1000 * median(times[WARM:]), "steps": training.steps, "peak_bytes": peak}
 
 
