@@ -77,6 +77,16 @@ def test_cast():
     assert all(a is b for a, b in zip(CUDA().cast(None, *tensors), tensors, strict=True))
 
 
+@pytest.mark.parametrize("device", [CPU(), CUDA()], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, None])
+def test_cast_of_several_is_one_below_the_other(dtype, device):
+    a, b, c = randn(3, 4), randn(2, 4), randn(5)
+    stacked, alone, bias = device.cast(dtype, (a, b), (a,), c)
+    assert torch.equal(stacked, torch.cat([a, b]).to(dtype or torch.float32))
+    assert torch.equal(alone, a.to(dtype or torch.float32))
+    assert torch.equal(bias, c.to(dtype or torch.float32))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_take(dtype):
     x, rows = randn(SAMPLES * N, C).bfloat16().float(), rows_of(0.3)  # the interpreter does not round as GPUs do

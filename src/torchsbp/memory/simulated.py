@@ -64,7 +64,7 @@ class SimulatedDevice(CUDA):
 
     def weight_gradient(self, weight: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
         """In the weight's precision at once."""
-        return torch.empty(weight.shape, dtype=weight.dtype)
+        return weight.new_empty(sum(dy.shape[1] for dy, _ in pairs), pairs[0][1].shape[1])
 
     def run_backward(self, backward: Backward, context: Context, dy: Tensor) -> Sequence[Grad]:
         """A graph has copies of what it is given, and of its results there are copies."""

@@ -39,6 +39,7 @@ from .layers import (
     BackwardOptions,
     Grad,
     Normed,
+    apart,
     autocast_dtype,
     cast,
     norm,
@@ -136,8 +137,8 @@ def attention_saved(
 
 def attention_columns(p: AttentionParams, spec: AttentionSpec) -> int:
     """Of the totals of the branch: "attention_output", "attention_qkv", "attention_norm_weight", "…_norm_bias"."""
-    width, channels = p.qkv_weight.shape
-    return p.proj_weight.shape[0] + width + norm_columns(spec.norm, channels)
+    width = sum(weight.shape[0] for weight in p.qkv_weights)
+    return p.proj_weight.shape[0] + width + norm_columns(spec.norm, p.qkv_weight.shape[1])
 
 
 def attention_backward(
@@ -182,10 +183,10 @@ def attention_backward(
 
     if rows is None:
         d = steps.stack(dq, dk, dv, total="attention_qkv")
-        dw = weight_gradient(d, n.y, p.qkv_weight, needs.qkv_weight)
+        dw = weight_gradient(d, n.y, p.qkv_weight, any(needs.qkv_weights))
         return d @ weight, None, AttentionProducts(dw, output, of_heads)
     d, dw = steps.stack(dk, dv, apart=dq, total="attention_qkv"), None
-    if needs.qkv_weight:
+    if any(needs.qkv_weights):
         dw = device_of(d).weight_gradient(p.qkv_weight, (dq, n_q), (d, n.y))
     of_q, of_kv = weight.split_with_sizes((width, 2 * width))
     return d @ of_kv, dq @ of_q, AttentionProducts(dw, output, of_heads)
@@ -224,10 +225,11 @@ def attention_gradients(products: AttentionProducts, totals: dict[str, Tensor], 
     heads, (product, dw_inner, db_inner, post) = products.heads, products.output
     total = totals["attention_output"] if post.total is None else post.total
     last = device_of(p.proj_weight).last_layer(product, total, p.proj_weight, p.proj_bias, p.scale)
+    dq, dk, dv = (*apart(products.qkv_weight, p.qkv_weights), None, None)[:3]
     return AttentionParams(
         norm_weight=totals.get("attention_norm_weight"),
         norm_bias=totals.get("attention_norm_bias"),
-        qkv_weight=products.qkv_weight,
+        qkv_weight=dq,
         qkv_bias=with_padding(totals["attention_qkv"], heads.padding),
         q_norm_weight=heads.q_norm_weight,
         q_norm_bias=heads.q_norm_bias,
@@ -242,6 +244,8 @@ def attention_gradients(products: AttentionProducts, totals: dict[str, Tensor], 
         post_norm_bias=post.bias,
         score_bias=heads.score_bias,
         rope=heads.rope,
+        k_weight=dk,
+        v_weight=dv,
     )
 
 

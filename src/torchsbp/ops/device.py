@@ -16,7 +16,7 @@ from . import rows as R
 from .graphs import Backward, Context, run_backward
 from .kernel_steps import KernelSteps, keep_rows, rotated, scaled_last_layer, take_rows
 from .launch import launch
-from .layers import Grad, LastLayer, cast, last_layer_gradients
+from .layers import Grad, LastLayer, cast, last_layer_gradients, stacked
 from .rotary import rotate, rotate_backward
 from .steps import Steps
 from .window_attention import WindowAttention
@@ -46,9 +46,10 @@ class Device:
         """The steps of a backward pass over rows like x's, whose totals have so many columns together."""
         return Steps(x, columns)
 
-    def cast(self, dtype: torch.dtype | None, *tensors: Grad) -> list[Any]:
-        """The tensors in the given precision, if one is given."""
-        return [t if t is None else cast(t, dtype) for t in tensors]
+    def cast(self, dtype: torch.dtype | None, *tensors: Grad | tuple[Tensor, ...]) -> list[Any]:
+        """The tensors in the given precision, if one is given; of a tuple one below the other."""
+        found = (stacked([cast(part, dtype) for part in t]) if isinstance(t, tuple) else t for t in tensors)
+        return [t if t is None else cast(t, dtype) for t in found]
 
     def weight_gradient(self, weight: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
         """``dW = dyᵀ x`` (Eq. 3) for 2-D dy and x, in the precision of the weight: of several pairs one below the
@@ -136,22 +137,32 @@ class CUDA(Device):
         if len(pairs) == 1 or torch.compiler.is_compiling():
             products = [torch.mm(dy.t(), x, out_dtype=torch.float32) for dy, x in pairs]
             return products[0] if len(products) == 1 else torch.cat(products)
-        found = torch.empty_like(weight)
-        for (dy, x), place in zip(pairs, found.split_with_sizes([dy.shape[1] for dy, _ in pairs]), strict=True):
+        sizes = [dy.shape[1] for dy, _ in pairs]
+        found = weight.new_empty(sum(sizes), weight.shape[1])
+        for (dy, x), place in zip(pairs, found.split_with_sizes(sizes), strict=True):
             torch.mm(dy.t(), x, out_dtype=torch.float32, out=place)
         return found
 
-    def cast(self, dtype: torch.dtype | None, *tensors: Grad) -> list[Any]:
+    def cast(self, dtype: torch.dtype | None, *tensors: Grad | tuple[Tensor, ...]) -> list[Any]:
         """In one kernel."""
         if torch.compiler.is_compiling():
             return super().cast(dtype, *tensors)
-        others = [t for t in tensors if t is not None and dtype is not None and t.dtype != dtype]
-        if not others:
-            return list(tensors)
-        converted = [torch.empty_like(t, dtype=dtype) for t in others]
-        torch._foreach_copy_(converted, others)
-        given = iter(converted)
-        return [t if t is None or t.dtype == dtype else next(given) for t in tensors]
+        found: list[Any] = []
+        places: list[Tensor] = []
+        sources: list[Tensor] = []
+        for given in tensors:
+            first, *others = given if isinstance(given, tuple) else (given,)
+            if first is None or (not others and dtype in (None, first.dtype)):
+                found.append(first)
+                continue
+            sizes = [part.shape[0] for part in (first, *others)]
+            made = first.new_empty(sum(sizes), *first.shape[1:], dtype=dtype)
+            found.append(made)
+            places += made.split_with_sizes(sizes)
+            sources += first, *others
+        if places:
+            torch._foreach_copy_(places, sources)
+        return found
 
     def last_layer(self, product: Grad, total: Tensor, weight: Tensor, bias: Grad, scale: Grad) -> LastLayer:
         if product is None or scale is None or not self.has_triton or product.dtype == torch.float64:

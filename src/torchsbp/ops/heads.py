@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import rows as R
 from .device import device_of
-from .layers import Grad, Norm, linear, norm, norm_again, norm_backward
+from .layers import Grad, Norm, apart, linear, norm, norm_again, norm_backward, stacked
 from .named import Needs
 from .rotary import rope_gradient
 from .rules import RULES, Rule
@@ -16,7 +16,8 @@ from .window_attention import Cut, Padding, WindowGradients
 
 
 class AttentionParams(NamedTuple):
-    """The parameters of an attention branch; ``qkv`` stacks the projections to queries, keys and values.
+    """The parameters of an attention branch; ``qkv`` stacks the projections to queries, keys and values. Where their
+    weights are apart, ``qkv_weight`` is that of queries, ``k_weight`` and ``v_weight`` are the others.
     ``inner_norm`` comes before the last projection, ``post_norm`` behind the branch, which has no scale then.
     ``score_bias`` is added to the scores of a window, ``[H, area, area]``; ``rope`` turns queries and keys."""
 
@@ -37,6 +38,13 @@ class AttentionParams(NamedTuple):
     post_norm_bias: Grad = None
     score_bias: Grad = None
     rope: Grad = None
+    k_weight: Grad = None
+    v_weight: Grad = None
+
+    @property
+    def qkv_weights(self) -> tuple[Any, ...]:
+        """That of all three, or one of each."""
+        return tuple(w for w in (self.qkv_weight, self.k_weight, self.v_weight) if w is not None)
 
 
 class AttentionSpec(NamedTuple):
@@ -64,8 +72,9 @@ class AttentionWeights(NamedTuple):
     proj_bias: Grad = None
 
 
-def attention_weights(p: AttentionParams) -> AttentionWeights:
-    return AttentionWeights(p.qkv_weight, p.qkv_bias, p.proj_weight, p.proj_bias)
+def attention_weights(p: AttentionParams) -> tuple[Any, ...]:
+    """Those to be cast."""
+    return p.qkv_weights, p.qkv_bias, p.proj_weight, p.proj_bias
 
 
 class QKV(NamedTuple):
@@ -262,7 +271,7 @@ def put_head_rows(x: Tensor, rows: R.Rows, n: int, beyond: float = 0.0) -> Tenso
 
 def select_heads(p: AttentionParams, spec: AttentionSpec, heads: Tensor) -> tuple[AttentionParams, AttentionSpec]:
     """The parameters of the given heads alone."""
-    weight = p.qkv_weight.view(3, spec.heads, -1, p.qkv_weight.shape[1])
+    weight = stacked(p.qkv_weights).view(3, spec.heads, -1, p.qkv_weight.shape[1])
     proj = p.proj_weight.view(p.proj_weight.shape[0], spec.heads, -1)
     bias = p.qkv_bias
     return (
@@ -272,6 +281,8 @@ def select_heads(p: AttentionParams, spec: AttentionSpec, heads: Tensor) -> tupl
             proj_weight=proj.index_select(1, heads).flatten(1),
             score_bias=None if p.score_bias is None else p.score_bias.index_select(0, heads),
             rope=p.rope if p.rope is None or p.rope.dim() == 2 else p.rope.index_select(0, heads),
+            k_weight=None,
+            v_weight=None,
         ),
         spec._replace(heads=heads.shape[0]),
     )
@@ -289,8 +300,12 @@ def scatter_heads(grads: AttentionParams, p: AttentionParams, spec: AttentionSpe
 
     width, channels = p.proj_weight.shape[1] // spec.heads, p.qkv_weight.shape[1]
     shape = (3, spec.heads, width)
+    d_qkv = spread(grads.qkv_weight, stacked(p.qkv_weights), (*shape, channels), 1)
+    dq, dk, dv = (*apart(d_qkv, p.qkv_weights), None, None)[:3]
     return grads._replace(
-        qkv_weight=spread(grads.qkv_weight, p.qkv_weight, (*shape, channels), 1),
+        qkv_weight=dq,
+        k_weight=dk,
+        v_weight=dv,
         qkv_bias=spread(grads.qkv_bias, p.qkv_bias, shape, 1),
         proj_weight=spread(grads.proj_weight, p.proj_weight, (p.proj_weight.shape[0], spec.heads, width), 1),
         score_bias=None if p.score_bias is None else spread(grads.score_bias, p.score_bias, p.score_bias.shape, 0),

@@ -67,6 +67,18 @@ def linear(x: Tensor, weight: Tensor, bias: Grad, dtype: torch.dtype | None) -> 
     return F.linear(cast(x, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype))
 
 
+def stacked(weights: Sequence[Tensor]) -> Tensor:
+    """Weights of layers on one input as that of one layer."""
+    return weights[0] if len(weights) == 1 else torch.cat(list(weights))
+
+
+def apart(gradient: Any, weights: Sequence[Tensor]) -> Sequence[Any]:
+    """The gradients of such weights from that of the one."""
+    if gradient is None or len(weights) == 1:
+        return [gradient] * len(weights)
+    return gradient.split_with_sizes([weight.shape[0] for weight in weights])
+
+
 class LastLayer(NamedTuple):
     """Gradients of a branch's last layer ``γ ∘ (x Wᵀ + b)``."""
 

@@ -20,6 +20,7 @@ from .layers import (
     Grad,
     Norm,
     Normed,
+    apart,
     autocast_dtype,
     linear,
     norm,
@@ -34,7 +35,8 @@ from .steps import Affine, Cotangent, PostNormGradients, Steps, before_norm
 
 
 class MLPParams(NamedTuple):
-    """The parameters of the branch."""
+    """The parameters of the branch; where the two layers of a gate are apart, ``weight1`` is that of a, which is
+    activated, and ``value_weight`` that of b."""
 
     norm_weight: Grad
     norm_bias: Grad
@@ -47,6 +49,11 @@ class MLPParams(NamedTuple):
     inner_norm_bias: Grad = None
     post_norm_weight: Grad = None
     post_norm_bias: Grad = None
+    value_weight: Grad = None
+
+    @property
+    def weights1(self) -> tuple[Any, ...]:
+        return (self.weight1,) if self.value_weight is None else (self.weight1, self.value_weight)
 
 
 class MLPSpec(NamedTuple):
@@ -119,8 +126,9 @@ def mlp_last(g: Tensor, p: MLPParams, weights: MLPWeights, spec: MLPSpec) -> Ten
     return linear(g, weights.weight2, weights.bias2, spec.dtype)
 
 
-def mlp_weights(p: MLPParams) -> MLPWeights:
-    return MLPWeights(p.weight1, p.bias1, p.weight2, p.bias2)
+def mlp_weights(p: MLPParams) -> tuple[Any, ...]:
+    """Those to be cast."""
+    return p.weights1, p.bias1, p.weight2, p.bias2
 
 
 def mlp_norm(p: MLPParams, spec: MLPSpec) -> Affine:
@@ -130,9 +138,9 @@ def mlp_norm(p: MLPParams, spec: MLPSpec) -> Affine:
 def mlp_columns(p: MLPParams, spec: MLPSpec) -> int:
     """Of the totals of the branch: "mlp_output", "mlp_hidden", "mlp_norm_weight", "mlp_norm_bias", and of an inner norm
     "mlp_inner_norm_weight", "mlp_inner_norm_bias"."""
-    hidden, channels = p.weight1.shape
+    hidden = sum(weight.shape[0] for weight in p.weights1)
     inner = norm_columns(spec.inner_norm or NO_NORM, p.weight2.shape[1])
-    return p.weight2.shape[0] + hidden + norm_columns(spec.norm, channels) + inner
+    return p.weight2.shape[0] + hidden + norm_columns(spec.norm, p.weight1.shape[1]) + inner
 
 
 def mlp_backward(
@@ -172,7 +180,7 @@ def mlp_backward(
     if spec.inner_norm is None:
         product = weight_gradient(dy.dy, g, p.weight2, needs_product)
     del g
-    return dh @ weight1, MLPProducts(weight_gradient(dh, n.y, p.weight1, needs.weight1), product, post)
+    return dh @ weight1, MLPProducts(weight_gradient(dh, n.y, p.weight1, any(needs.weights1)), product, post)
 
 
 def mlp_gradients(products: MLPProducts, totals: dict[str, Tensor], p: MLPParams) -> MLPParams:
@@ -180,10 +188,11 @@ def mlp_gradients(products: MLPProducts, totals: dict[str, Tensor], p: MLPParams
     post = products.post
     total = totals["mlp_output"] if post.total is None else post.total
     last = device_of(p.weight2).last_layer(products.last, total, p.weight2, p.bias2, p.scale)
+    weight1, value_weight = (*apart(products.weight1, p.weights1), None)[:2]
     return MLPParams(
         norm_weight=totals.get("mlp_norm_weight"),
         norm_bias=totals.get("mlp_norm_bias"),
-        weight1=products.weight1,
+        weight1=weight1,
         bias1=totals["mlp_hidden"],
         weight2=last.weight,
         bias2=last.bias,
@@ -192,6 +201,7 @@ def mlp_gradients(products: MLPProducts, totals: dict[str, Tensor], p: MLPParams
         inner_norm_bias=totals.get("mlp_inner_norm_bias"),
         post_norm_weight=post.weight,
         post_norm_bias=post.bias,
+        value_weight=value_weight,
     )
 
 
