@@ -1,5 +1,5 @@
-"""Backward passes replayed from a graph: the same gradients, for every block of a kind. Without a GPU a graph is stood
-in for by what it would do: run again on the memory that it was captured with."""
+"""Passes replayed from a graph: the same outputs and gradients, for every block of a kind. Without a GPU a graph is
+stood in for by what it would do: run again on the memory that it was captured with."""
 
 from collections import OrderedDict
 
@@ -29,21 +29,21 @@ def graphs(monkeypatch):
                 patch.setattr(module, "empty", place)
                 return run()
 
-        places, results = on(lambda tensor: None if tensor is None else tensor.clone())
+        places, (results, extra) = on(lambda tensor: None if tensor is None else tensor.clone())
 
         def replay():
             there = iter(places)
-            _, found = on(lambda tensor: next(there))
+            _, (found, _) = on(lambda tensor: next(there))
             for old, new in zip(results, found, strict=True):
                 if old is not None:
                     old.copy_(new)
 
-        return (places, results), replay
+        return (places, (results, extra)), replay
 
     monkeypatch.setattr(module, "_GRAPHS", OrderedDict())
     if DEVICE == "cpu":
-        monkeypatch.setattr(CPU, "run_backward", CUDA.run_backward)
-        monkeypatch.setattr(module, "suits", lambda dy: dy.numel() <= module.LARGEST)
+        monkeypatch.setattr(CPU, "run_pass", CUDA.run_pass)
+        monkeypatch.setattr(module, "suits", module.small)
         monkeypatch.setattr(module, "record", again)
     return module
 
@@ -68,25 +68,35 @@ def mlp(seed: int, rows):
 
 
 @pytest.mark.parametrize("op", [block, mlp])
-def test_replayed_gradients_are_those_of_the_pass(op, graphs, monkeypatch):
-    """Three blocks of one shape and other values: the first runs as it is, the third by the graph of the second."""
+def test_replayed_passes_give_what_the_passes_give(op, graphs, monkeypatch):
+    """Three blocks of one shape and other values: the first runs as it is, the third by the graphs of the second."""
     rows = kept_rows(B, N, 0.5).to(DEVICE)
     kept = []
     for seed in range(3):
         y, leaves = op(seed, rows)
-        found = gradients(y, torch.randn_like(y), leaves)
+        found = y, *gradients(y, torch.randn_like(y), leaves)
         torch.manual_seed(seed)
         with monkeypatch.context() as patch:
             patch.setattr(module, "LARGEST", 0)
             y, leaves = op(seed, rows)
-            expected = gradients(y, torch.randn_like(y), leaves)
+            expected = y, *gradients(y, torch.randn_like(y), leaves)
         kept.append((found, [None if t is None else t.clone() for t in expected]))
-    (graph,) = graphs._GRAPHS.values()
-    assert isinstance(graph, module.Graph)
+    forward, backward = graphs._GRAPHS.values()
+    assert isinstance(forward, module.Graph)
+    assert isinstance(backward, module.Graph)
     for found, expected in kept:  # what was given stays as it was given
         for a, b in zip(found, expected, strict=True):
             assert (a is None) == (b is None)
             assert a is None or torch.equal(a, b)
+
+
+def test_what_is_passed_on_is_not_copied(graphs):
+    """Parameters, and x where it is saved as it is, are saved themselves by a replayed forward pass."""
+    for seed in range(3):
+        y, leaves = block(seed, None)
+        y.sum().backward(retain_graph=True)
+    saved = y.grad_fn.saved_tensors
+    assert {t.data_ptr() for t in leaves if t is not None} <= {t.data_ptr() for t in saved if t is not None}
 
 
 def test_other_shapes_and_other_needs_have_graphs_of_their_own(graphs):
@@ -95,7 +105,7 @@ def test_other_shapes_and_other_needs_have_graphs_of_their_own(graphs):
         gradients(y, torch.ones_like(y), leaves)
     x, *p = leaves
     mlp_branch(x.detach(), None, MLPParams(*p), residual=False).sum().backward()
-    assert len(graphs._GRAPHS) == 4
+    assert len(graphs._GRAPHS) == 7  # whether x needs a gradient makes no difference in forward
 
 
 def test_blocks_of_one_step_are_not_captured(graphs):

@@ -227,6 +227,7 @@ def trace(
     if gradients_bytes > peak:  # those of the part that was not traced are more
         peak, saved_at_peak, gradients_at_peak, peak_at = gradients_bytes, 0, gradients_bytes, "in the update"
     parameters = sum(t.nbytes for t in static[:-1])
+    graphs = simulated.held(live.pool)
     libraries = simulated.CUBLAS if device == "cuda" else 0
     parts = by_block(saved.by_module, blocks)
     elsewhere = sum(parts.pop("").values())
@@ -239,7 +240,7 @@ def trace(
         gradients=gradients_bytes,
         optimizer=0,
         input=x.nbytes,
-        graphs=live.pool,
+        graphs=graphs,
         libraries=libraries,
         saved={name: sum(part.values()) for name, part in parts.items()},
         parts=parts,
@@ -247,7 +248,7 @@ def trace(
         saved_at_peak=saved_at_peak,
         gradients_at_peak=gradients_at_peak,
         short_lived=peak - saved_at_peak - gradients_at_peak,
-        peak=peak + parameters + x.nbytes + live.pool + libraries,
+        peak=peak + parameters + x.nbytes + graphs + libraries,
         peak_at=peak_at,
         covers=covers,
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import rows as R
-from .captured import captured
+from .captured import captured_backward, captured_forward
 from .device import device_of, weight_gradient
 from .heads import (
     QKV,
@@ -278,6 +278,7 @@ class Sampled(NamedTuple):
 
 class _AttentionBranch(torch.autograd.Function):
     @staticmethod
+    @captured_forward
     def forward(ctx: Any, *flat: Any) -> Tensor:
         (x, rows, inverse, heads, factor, spec, options), cut, p = split(flat, AttentionInputs, Cut, AttentionParams)
         weights = AttentionWeights(*device_of(x).cast(spec.dtype, *attention_weights(p)))
@@ -292,7 +293,7 @@ class _AttentionBranch(torch.autograd.Function):
 
     @staticmethod
     @once
-    @captured
+    @captured_backward
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         saved, (heads, factor), cut, p = split(ctx.saved_tensors, AttentionSaved, Sampled, Cut, AttentionParams)
         _, _, needs = split(ctx.needs_input_grad, AttentionInputs, Cut, AttentionParams)

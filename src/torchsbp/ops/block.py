@@ -19,7 +19,7 @@ from .attention import (
     attention_input_backward,
     attention_saved,
 )
-from .captured import captured
+from .captured import captured_backward, captured_forward
 from .device import device_of
 from .heads import AttentionParams, AttentionSpec, AttentionWeights, attention_weights
 from .layers import BackwardOptions, Grad, Normed, autocast_dtype, parameter_gradients
@@ -90,6 +90,7 @@ class BlockSaved(NamedTuple):
 
 class _TransformerBlock(torch.autograd.Function):
     @staticmethod
+    @captured_forward
     def forward(ctx: Any, *flat: Any) -> Tensor:
         inputs, cut, p1, p2 = split(flat, BlockInputs, Cut, AttentionParams, MLPParams)
         x, rows, inverse, factor1, factor2, spec1, spec2, options = inputs
@@ -115,7 +116,7 @@ class _TransformerBlock(torch.autograd.Function):
 
     @staticmethod
     @once
-    @captured
+    @captured_backward
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         parts = AttentionSaved, BlockSaved, Cut, AttentionParams, MLPParams
         saved, more, cut, p1, p2 = split(ctx.saved_tensors, *parts)

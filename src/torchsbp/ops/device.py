@@ -3,7 +3,7 @@
 Another one may stand in for all of them (``substituted``): that is how memory is predicted for a GPU without one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -13,7 +13,7 @@ import torch.nn.attention
 from torch import Tensor
 
 from . import rows as R
-from .graphs import Backward, Context, run_backward
+from .graphs import Pass, Tensors, run_pass
 from .kernel_steps import KernelSteps, keep_rows, rotated, scaled_last_layer, take_rows
 from .launch import launch
 from .layers import Grad, LastLayer, cast, last_layer_gradients, stacked
@@ -76,9 +76,9 @@ class Device:
             lse = R.take(lse.transpose(1, 2), rows).view(samples, -1, heads).transpose(1, 2)
         return kept_x, self.save_rows(o, rows), lse
 
-    def run_backward(self, backward: Backward, context: Context, dy: Tensor) -> Sequence[Grad]:
-        """A backward pass of an op."""
-        return backward(context, dy)
+    def run_pass(self, run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
+        """A forward or backward pass of an op."""
+        return run(static, given)
 
     def inverse(self, rows: Tensor, size: int) -> Grad:
         """The inverse of kept rows among ``size`` rows, made once for all ops; None where the steps don't read it."""
@@ -184,9 +184,9 @@ class CUDA(Device):
             return super().save_attention(x, o, lse, rows, dtype, x_rows)
         return keep_rows(self.launch, x, o, lse, rows, dtype, x_rows)
 
-    def run_backward(self, backward: Backward, context: Context, dy: Tensor) -> Sequence[Grad]:
+    def run_pass(self, run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
         """Small ones are replayed from CUDA graphs."""
-        return run_backward(backward, context, dy)
+        return run_pass(run, static, given, given[0].device)
 
     def inverse(self, rows: Tensor, size: int) -> Grad:
         return R.inverse(rows, size)

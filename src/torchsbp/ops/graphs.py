@@ -1,8 +1,8 @@
-"""CUDA graphs: backward passes as one launch, where Python takes longer to say what is to be done than a GPU to do it.
+"""CUDA graphs: passes of an op as one launch, where Python takes longer to say what is to be done than a GPU to do it.
 
 A pass over few rows is some thirty small kernels. If a later step has tensors of the same shapes, it is captured in a
 CUDA graph, which is replayed from then on, for all blocks of that kind. A graph reads and writes the same memory every
-time: cotangent, saved tensors and parameters are copied there, gradients from there.
+time: what a pass is given is copied there, parameters too, and its results from there.
 """
 
 from collections import OrderedDict
@@ -17,91 +17,108 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from .layers import Grad
 
 LARGEST = 2**24
-"""elements of a cotangent: with more of them the GPU is the slower one, and copies cost memory"""
-HELD = 64
-"""backward passes: kinds of blocks, image sizes"""
-Backward = Callable[..., Sequence[Grad]]
+"""elements of an op's input or cotangent: with more of them the GPU is the slower one, and copies cost memory"""
+HELD = 128
+"""passes: forward and backward of kinds of blocks, for some image sizes"""
+PLAIN = (Tensor, torch.nn.Parameter)
+Tensors = Sequence[Any]
+"""or None"""
+Pass = Callable[[Any, Tensors], tuple[Tensors, Any]]
+"""Of what is not a tensor, and can be hashed, and of tensors: tensors, and what else follows from the former."""
 Result = TypeVar("Result")
-
-
-class Context(NamedTuple):
-    """What a backward pass reads of its function's ctx; ``static`` is all that is not a tensor."""
-
-    saved_tensors: Sequence[Grad]
-    needs_input_grad: tuple[bool, ...]
-    static: Any
 
 
 class Groups:
     """Tensors to be copied at once: those of one precision."""
 
-    def __init__(self, tensors: Sequence[Grad]) -> None:
+    def __init__(self, tensors: Tensors) -> None:
         self.numbers: dict[torch.dtype, list[int]] = {}
         for number, tensor in enumerate(tensors):
             if tensor is not None:
                 self.numbers.setdefault(tensor.dtype, []).append(number)
 
-    def copy(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
+    def copy(self, targets: Tensors, sources: Tensors) -> None:
         for numbers in self.numbers.values():
             torch._foreach_copy_([targets[i] for i in numbers], [sources[i] for i in numbers])
 
 
 class Graph:
-    """A backward pass that reads ``places``, the cotangent and the saved tensors, and leaves ``results``.
+    """A pass that reads ``places`` and leaves ``results``, but for those that are what it is given.
 
     Both are memory that is free while it does not run: graphs run one after the other, and what one leaves is copied
     before the next.
     """
 
-    def __init__(self, backward: Backward, context: Context, dy: Tensor) -> None:
-        given = (dy, *context.saved_tensors)
-
-        def run() -> tuple[list[Grad], Sequence[Grad]]:
+    def __init__(self, run: Pass, static: Any, given: Tensors, device: torch.device) -> None:
+        def on_places() -> tuple[list[Any], tuple[Tensors, Any]]:
             places = [empty(t) for t in given]
-            return places, backward(context._replace(saved_tensors=places[1:]), places[0])
+            return places, run(static, places)
 
-        (places, results), self.replay = record(run, dy.device)
-        self.given, self.found = Groups(places), Groups(results)
-        self.places, self.results = [place_of(t) for t in places], [place_of(t) for t in results]
+        (places, (results, self.extra)), self.replay = record(on_places, device)
+        self.passed = passed(results, places)
+        made = [None if number in self.passed else t for number, t in enumerate(results)]
+        self.given, self.made = Groups(places), Groups(made)
+        self.places, self.results = [place_of(t) for t in places], [place_of(t) for t in made]
 
-    def run(self, context: Context, dy: Tensor) -> tuple[Grad, ...]:
-        self.given.copy(self.places, (dy, *context.saved_tensors))
+    def run(self, given: Tensors) -> tuple[list[Any], Any]:
+        self.given.copy(self.places, given)
         self.replay()
-        found = tuple(empty(t) for t in self.results)
-        self.found.copy(found, self.results)
-        return found
+        found = [empty(t) for t in self.results]
+        self.made.copy(found, self.results)
+        return with_passed(found, self.passed, given), self.extra
+
+
+def passed(results: Tensors, given: Tensors) -> dict[int, tuple[int, torch.Size]]:
+    """Results that are what was given, if in another shape: their number, its number, and the shape."""
+    numbers = {where(t): number for number, t in enumerate(given) if t is not None}
+    found = {number: (numbers.get(where(t)), t.shape) for number, t in enumerate(results) if t is not None}
+    return {number: (source, shape) for number, (source, shape) in found.items() if source is not None}
+
+
+def where(tensor: Tensor) -> Hashable:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel(), tensor.dtype
+
+
+def with_passed(found: list[Any], same: dict[int, tuple[int, torch.Size]], given: Tensors) -> list[Any]:
+    for number, (source, shape) in same.items():
+        found[number] = given[source] if given[source].shape == shape else given[source].reshape(shape)
+    return found
 
 
 _GRAPHS: OrderedDict[Hashable, Graph | int] = OrderedDict()
 """For what they depend on; or the number of the step that had that first."""
+_steps = [0]
+"""The backward pass that ran last: it tells steps apart."""
 
 
-def run_backward(backward: Backward, context: Context, dy: Tensor) -> Sequence[Grad]:
-    """The pass, from its graph if there is one. In the first step that has it, it runs as it stands; in the second, on
-    copies as a graph has them, so that everything is loaded that it needs, and is captured."""
-    if not suits(dy):
-        return backward(context, dy)
-    shapes = [None if t is None else (t.dtype, t.shape) for t in context.saved_tensors]
-    key = backward, context[1:], dy.dtype, dy.shape, *shapes, *surroundings(dy.device)
-    step = torch._C._current_graph_task_id()
+def run_pass(run: Pass, static: Any, given: Tensors, device: torch.device) -> tuple[Tensors, Any]:
+    """The pass, from its graph if there is one. It is captured in the second step that has it, when it has run on
+    copies as a graph has them, so that everything is loaded that it needs."""
+    if not suits(given):
+        return run(static, given)
+    key = (run, static, *[None if t is None else (t.dtype, t.shape) for t in given], *surroundings(device))
+    step = _steps[0] = max(torch._C._current_graph_task_id(), _steps[0])
     found = _GRAPHS.setdefault(key, step)
     _GRAPHS.move_to_end(key)
     if isinstance(found, Graph):
-        return found.run(context, dy)
-    if found == step:
-        if len(_GRAPHS) > HELD:
-            _GRAPHS.popitem(last=False)
-        return backward(context, dy)
-    copies = [None if t is None else t.clone() for t in context.saved_tensors]
-    results = backward(context._replace(saved_tensors=copies), dy.clone())
-    del copies
-    _GRAPHS[key] = Graph(backward, context, dy)
-    return results
+        return found.run(given)
+    if found != step:
+        run(static, [None if t is None else t.clone() for t in given])
+        _GRAPHS[key] = Graph(run, static, given, device)
+    elif len(_GRAPHS) > HELD:
+        _GRAPHS.popitem(last=False)
+    return run(static, given)
 
 
-def suits(dy: Tensor) -> bool:
+def small(given: Tensors) -> bool:
+    return bool(given[0].numel() <= LARGEST)
+
+
+def suits(given: Tensors) -> bool:
     """Whether it is small, and nobody else looks at every operator or captures them already."""
-    if dy.numel() > LARGEST or _get_current_dispatch_mode() is not None:
+    if not small(given) or _get_current_dispatch_mode() is not None:
+        return False
+    if not all(t is None or type(t) in PLAIN for t in given):
         return False
     return not torch.cuda.is_current_stream_capturing()
 
@@ -135,18 +152,20 @@ def record(run: Callable[[], Result], device: torch.device) -> tuple[Result, Cal
     """What it gives, and what runs it again, on the stream that is current now. Memory that it frees, or that is freed
     of what it gives, is used by other graphs of that stream: they run one after the other."""
     stream = torch.cuda.current_stream(device)
-    where = device, stream.cuda_stream
-    pool = _POOLS.get(where)
+    key = device, stream.cuda_stream
+    pool = _POOLS.get(key)
     if pool is None:
-        pool = _POOLS[where] = Pool(device)
+        pool = _POOLS[key] = Pool(device)
     graph = torch.cuda.CUDAGraph()
     pool.stream.wait_stream(stream)
+    torch._C._cuda_clearCublasWorkspaces()  # those of one capture are not for another
     with torch.cuda.stream(pool.stream):
         graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
         try:
             result = run()
         finally:
             graph.capture_end()
+            torch._C._cuda_clearCublasWorkspaces()
     stream.wait_stream(pool.stream)
     return result, Recorded(graph, pool).replay
 

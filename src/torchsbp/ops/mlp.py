@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import rows as R
 from .activations import activate, activation_named
-from .captured import captured
+from .captured import captured_backward, captured_forward
 from .device import device_of, weight_gradient
 from .layers import (
     NO_NORM,
@@ -229,6 +229,7 @@ class MLPSaved(NamedTuple):
 
 class _MLPBranch(torch.autograd.Function):
     @staticmethod
+    @captured_forward
     def forward(ctx: Any, *flat: Any) -> Tensor:
         (x, rows, inverse, factor, spec, residual, options), p = split(flat, MLPInputs, MLPParams)
         device = device_of(x)
@@ -243,7 +244,7 @@ class _MLPBranch(torch.autograd.Function):
 
     @staticmethod
     @once
-    @captured
+    @captured_backward
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         (x, h, rows, inverse, factor), p = split(ctx.saved_tensors, MLPSaved, MLPParams)
         _, needs = split(ctx.needs_input_grad, MLPInputs, MLPParams)
