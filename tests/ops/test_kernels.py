@@ -178,17 +178,19 @@ def test_gated_activation(name, overwrite):
     check(run, 300)
 
 
+@pytest.mark.parametrize("overwrite", [True, False])
 @pytest.mark.parametrize("back", [True, False])
 @pytest.mark.parametrize("half, by_head, ratio", [(False, False, 1.0), (True, False, 0.3), (False, True, 0.3)])
-def test_rotation(half, by_head, ratio, back):
+def test_rotation(half, by_head, ratio, back, overwrite):
     """Of queries that lie in a product of three, as the op has them."""
     heads, width, rows = 3, 12, rows_of(ratio)
     m = N if rows is None else rows.shape[0] // SAMPLES
     x, *_ = randn(SAMPLES, m, 3, heads, width).permute(2, 0, 3, 1, 4)
     rope = randn(*([heads] if by_head else []), N, 2 * width)
     expected = (rotate_backward if back else rotate)(x, rope, rows, half)
-    found = rotated(launch, x, rope, rows, half, back)
+    found = rotated(launch, x, rope, rows, half, back, overwrite)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert (found.data_ptr() == x.data_ptr()) == overwrite
 
 
 def test_the_kernel_knows_activations_by_the_names_of_the_registry():

@@ -36,7 +36,7 @@ from .mlp import (
 )
 from .named import split
 from .once import once
-from .output import attention_last, attention_output
+from .output import attention_last, attention_output, output_backward
 from .steps import Affine, Steps
 from .window_attention import NO_WINDOWS, Cut, all_slots
 
@@ -148,8 +148,10 @@ class _TransformerBlock(torch.autograd.Function):
             )  # fmt: skip
             kept_dy = steps.cotangent(dy, None, factor1, p1.scale, samples, dtype, total="attention_output")
         del middle, dn
+        do, output = output_backward(kept_dy, saved.o, weights1.proj_weight, p1, spec1, needs1)
+        del kept_dy
         dx, products1 = attention_input_backward(
-            steps, kept_dy, saved, weights1, p1, spec1, needs1,
+            steps, do, output, saved, weights1, p1, spec1, needs1,
             kept=d_middle, base=dy, scope=options.scope, dtype=x_dtype, cut=cut,
         )  # fmt: skip
         totals = steps.totals()

@@ -38,8 +38,11 @@ class Device:
         """Attention in windows for such queries."""
         return WindowAttention()
 
-    def rotate(self, x: Tensor, rope: Tensor, rows: R.Rows, half: bool, back: bool = False) -> Tensor:
-        """Queries or keys turned by rotary embeddings, or their gradients turned back."""
+    def rotate(
+        self, x: Tensor, rope: Tensor, rows: R.Rows, half: bool, back: bool = False, overwrite: bool = False
+    ) -> Tensor:
+        """Queries or keys turned by rotary embeddings, or their gradients turned back; x may be overwritten if that is
+        said."""
         return (rotate_backward if back else rotate)(x, rope, rows, half)
 
     def steps(self, x: Tensor, columns: int) -> Steps:
@@ -117,10 +120,12 @@ class CUDA(Device):
         fits = self.has_triton and q.dtype != torch.float64 and not torch.are_deterministic_algorithms_enabled()
         return self.kernel_windows() if fits else WindowAttention()
 
-    def rotate(self, x: Tensor, rope: Tensor, rows: R.Rows, half: bool, back: bool = False) -> Tensor:
+    def rotate(
+        self, x: Tensor, rope: Tensor, rows: R.Rows, half: bool, back: bool = False, overwrite: bool = False
+    ) -> Tensor:
         if not (self.fits(x) and rope.dim() <= 3 and x.shape[1] * x.shape[3] <= WIDEST):
             return super().rotate(x, rope, rows, half, back)
-        return rotated(self.launch, x, rope, rows, half, back)
+        return rotated(self.launch, x, rope, rows, half, back, overwrite and not torch.compiler.is_compiling())
 
     def launch(self, kernel: str, grid: tuple[int, ...], **arguments: Any) -> None:
         """A kernel that is none of the steps'."""

@@ -150,12 +150,15 @@ def attend_normalised_backward(
     p: AttentionParams,
     spec: AttentionSpec,
     needs: Needs,
+    overwrite: bool,
 ) -> tuple[QKV, HeadGradients]:
-    """Gradients of Q, K, V before norms and rotation, and of what else attention has. Queries are those of ``rows``."""
+    """Gradients of Q, K, V before norms and rotation, and of what else attention has. Queries are those of ``rows``.
+    Q and K may be overwritten if that is said."""
     if spec.qk_norm is None and p.rope is None and cut.places is None:  # nothing but attention
         return QKV(*attend_backward(do, *qkv, o, lse, spec.softmax_scale, spec.fused)), HeadGradients()
-    q = Turned(qkv.q, p.q_norm_weight, p.q_norm_bias, rows, p, spec)
-    k = Turned(qkv.k, p.k_norm_weight, p.k_norm_bias, rows if spec.rule.key_rows else None, p, spec)
+    overwrite = overwrite and not needs.rope
+    q = Turned(qkv.q, p.q_norm_weight, p.q_norm_bias, rows, p, spec, overwrite)
+    k = Turned(qkv.k, p.k_norm_weight, p.k_norm_bias, rows if spec.rule.key_rows else None, p, spec, overwrite)
     d_bias: Grad = None
     d_padding: Padding | None = None
     if cut.places is None:
@@ -220,15 +223,25 @@ def padding_backward(d_padding: Padding | None, p: AttentionParams, spec: Attent
 
 
 class Turned:
-    """Queries or keys ``[B, H, m, D]`` computed again for backward: their norm, and that rotated, each where it is."""
+    """Queries or keys ``[B, H, m, D]`` computed again for backward: their norm, and that rotated, each where it is; x
+    may be overwritten if that is said."""
 
     def __init__(
-        self, x: Tensor, weight: Grad, bias: Grad, rows: R.Rows, p: AttentionParams, spec: AttentionSpec
+        self,
+        x: Tensor,
+        weight: Grad,
+        bias: Grad,
+        rows: R.Rows,
+        p: AttentionParams,
+        spec: AttentionSpec,
+        overwrite: bool = False,
     ) -> None:
         self.weight, self.bias, self.rows, self.rope, self.spec = weight, bias, rows, p.rope, spec
         self.norm = None if spec.qk_norm is None else norm_again(x, weight, bias, spec.qk_norm, spec.dtype)
         self.x = x if self.norm is None else self.norm.y
-        self.y = self.x if p.rope is None else device_of(x).rotate(self.x, p.rope, rows, spec.rotate_half)
+        self.y = self.x
+        if p.rope is not None:
+            self.y = device_of(x).rotate(self.x, p.rope, rows, spec.rotate_half, overwrite=overwrite)
 
     def backward(
         self, dy: Tensor, needs_weight: bool, needs_bias: bool, needs_rope: bool
@@ -237,7 +250,7 @@ class Turned:
         d_rope, half = None, self.spec.rotate_half
         if self.rope is not None:
             d_rope = rope_gradient(dy, self.x, self.rope, self.rows, half) if needs_rope else None
-            dy = device_of(dy).rotate(dy, self.rope, self.rows, half, back=True)
+            dy = device_of(dy).rotate(dy, self.rope, self.rows, half, back=True, overwrite=True)
         if self.norm is None or self.spec.qk_norm is None:
             return dy, None, None, d_rope
         return *norm_backward(

@@ -43,18 +43,20 @@ def tile(width: int, elements: int = 2048) -> dict[str, int]:
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(8, max(1, rows * block // 1024))}
 
 
-def rotated(launch: Launch, x: Tensor, rope: Tensor, rows: R.Rows, half: bool, back: bool) -> Tensor:
-    """``rotary.rotate`` or its backward, for ``x [B, H, m, D]`` in rows."""
+def rotated(
+    launch: Launch, x: Tensor, rope: Tensor, rows: R.Rows, half: bool, back: bool, overwrite: bool = False
+) -> Tensor:
+    """``rotary.rotate`` or its backward, for ``x [B, H, m, D]`` in rows; in its place if x may be overwritten."""
     batch, heads, m, width = x.shape
     x = R.by_rows(x)
-    y = torch.empty(batch, m, heads, width, dtype=x.dtype, device=x.device)
+    y = x if overwrite else torch.empty(batch, m, heads, width, dtype=x.dtype, device=x.device).transpose(1, 2)
     launch(
         "rotation", (8 * PROGRAMS_PER_PROCESSOR * processors(x.device),),
-        x=x, rope=rope.contiguous(), rows=rows, y=y, x_row=x.stride(2), n=rope.shape[-2], count=batch * m,
-        HEADS=heads, D=width, HALF=half, BACK=back, HAS_ROWS=rows is not None, BY_HEAD=rope.dim() == 3,
-        **tile(heads * width, 1024),
+        x=x, rope=rope.contiguous(), rows=rows, y=y, x_row=x.stride(2), y_row=y.stride(2), n=rope.shape[-2],
+        count=batch * m, HEADS=heads, D=width, HALF=half, BACK=back, HAS_ROWS=rows is not None,
+        BY_HEAD=rope.dim() == 3, OVERWRITE=overwrite, **tile(heads * width, 1024),
     )  # fmt: skip
-    return y.transpose(1, 2)
+    return y
 
 
 def take_rows(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
