@@ -18,6 +18,7 @@ from torchsbp.memory.estimate import describe
 from torchsbp.memory.saved import Saved
 from torchsbp.ops.device import CPU_DEVICE, device_of
 from torchsbp.ops.downsample import DownsampleParams, DownsampleSpec, downsample
+from torchsbp.ops.layers import BackwardOptions
 
 from ..counting import SavedBytes
 from ..models import LEAN, images
@@ -288,6 +289,16 @@ def test_the_formula_of_a_down_sampling_layer():
     with SavedBytes(model, *[p for p in params if p is not None]) as saved:
         downsample(x, rows, params, DownsampleSpec((2, 2)))
     assert saved.total == 4 * 4 * len(rows) * C + 8 * len(rows)
+
+
+@pytest.mark.parametrize("recompute, size", [(True, 2), (False, 4)])
+def test_a_down_sampling_layer_rounds_what_it_saves_where_memory_comes_first(recompute, size):
+    x, rows, C = torch.randn(2, 8, 6, 6), torch.tensor([0, 4, 10]), 8
+    params = DownsampleParams(torch.ones(C), torch.zeros(C), torch.randn(4, C, 2, 2, requires_grad=True), None)
+    model = nn.ParameterList([p for p in params if p is not None])
+    with torch.autocast("cpu", torch.bfloat16), SavedBytes(model, *[p for p in params if p is not None]) as saved:
+        downsample(x, rows, params, DownsampleSpec((2, 2)), BackwardOptions(recompute=recompute))
+    assert saved.total == size * 4 * len(rows) * C + 8 * len(rows)
 
 
 def test_saved_bytes_count_a_storage_once_and_no_parameters():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import rows as R
 from .device import device_of, weight_gradient
-from .layers import BackwardOptions, Grad, Norm, autocast_dtype, cast, norm, parameter_gradients
+from .layers import BackwardOptions, Grad, Norm, autocast_dtype, cast, norm, parameter_gradients, saved_dtype
 from .named import split
 from .once import once
 from .steps import Affine
@@ -81,8 +81,9 @@ class _Downsample(torch.autograd.Function):
         if rows is None:
             rows = torch.arange(y.shape[0] * y.shape[2] * y.shape[3], device=x.device)
         inputs = patch_rows(rows, channels_last.shape[:3], p.weight.shape[2:], spec.stride)
-        ctx.save_for_backward(*DownsampleSaved(R.take(channels_last, inputs), rows), *p)
-        ctx.spec, ctx.options, ctx.shape = spec, options, channels_last.shape
+        kept = cast(R.take(channels_last, inputs), saved_dtype(x, spec.dtype, options.recompute))
+        ctx.save_for_backward(*DownsampleSaved(kept, rows), *p)
+        ctx.spec, ctx.options, ctx.shape, ctx.dtype = spec, options, channels_last.shape, x.dtype
         return y
 
     @staticmethod
@@ -102,7 +103,7 @@ class _Downsample(torch.autograd.Function):
         dn = kept_dy @ cast(matrix, n.y.dtype)
         inputs = patch_rows(rows, (B, H, W), (kh, kw), spec.stride)
         dx = steps.norm_backward_input(
-            dn.view_as(x), n, affine, x.dtype, rows=inputs, size=B * H * W, norm_total="norm"
+            dn.view_as(x), n, affine, ctx.dtype, rows=inputs, size=B * H * W, norm_total="norm"
         )
         totals = steps.totals()
         grads = DownsampleParams(totals["norm_weight"], totals["norm_bias"], dw, totals["output"])
