@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchsbp.ops import mlp
 from torchsbp.ops.activations import ACTIVATIONS, GATED, Activation
 from torchsbp.ops.attention import attention_branch
 from torchsbp.ops.block import transformer_block
@@ -381,6 +382,17 @@ def test_ops_take_the_same_gradients_from_the_kernels(op, ratio, rule, scope, re
     blocks = {"block": (x, *p1, *p2), "post-norm block": (x, *post1, *post2)}
     leaves = {**blocks, "attention": (x, *p1), "inner-norm mlp": (x, *gate)}.get(op, (x, *p2))
     compare(run, leaves)
+
+
+@pytest.mark.parametrize("act, inner_norm", [("gelu", None), (GATED + "silu", None), (GATED + "silu", Norm())])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_halves_leave_the_totals_of_all_rows(recompute, act, inner_norm, monkeypatch):
+    monkeypatch.setattr(mlp, "PART", 1)
+    x = randn(B, SIDE * SIDE, WIDTH).requires_grad_()
+    gated = act.startswith(GATED)
+    p = on_device(mlp_params(WIDTH, 2 * WIDTH, gated=gated, inner_norm=bool(inner_norm), dtype=torch.float32))
+    spec, options = MLPSpec(act=act, inner_norm=inner_norm), BackwardOptions(recompute=recompute)
+    compare(lambda: mlp_branch(x, None, p, spec, options=options), (x, *p))
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.3])

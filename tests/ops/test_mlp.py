@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from torchsbp.ops import layers, reference
+from torchsbp.ops import layers, mlp, reference
 from torchsbp.ops.activations import ACTIVATIONS, GATED
 from torchsbp.ops.layers import NO_NORM, BackwardOptions, Norm
 from torchsbp.ops.mlp import MLPParams, MLPSpec, mlp_branch
@@ -86,6 +86,21 @@ def test_the_layers_of_a_gate_may_be_apart(recompute, frozen):
     ours = mlp_branch(x, rows, p, spec, options=BackwardOptions(recompute=recompute))
     theirs = reference.mlp_branch(x, rows, p, spec)
     assert torch.equal(ours, theirs)
+    assert_same_gradients(gradients(ours, dy, (x, *p)), gradients(theirs, dy, (x, *p)))
+
+
+@pytest.mark.parametrize("frozen", ["", "weight1", "weight2"])
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("act, inner_norm", [("gelu", None), (GATED + "silu", None), (GATED + "silu", Norm())])
+@pytest.mark.parametrize("ratio", [1.0, 0.25])
+def test_a_backward_pass_in_halves_equals_reference(ratio, act, inner_norm, recompute, frozen, monkeypatch):
+    monkeypatch.setattr(mlp, "PART", 1)
+    x, dy, p = inputs(gated=act.startswith(GATED), inner_norm=inner_norm is not None)
+    if frozen:
+        getattr(p, frozen).requires_grad_(False)
+    rows, spec = kept_rows(B, N, ratio), MLPSpec(act=act, inner_norm=inner_norm)
+    ours = mlp_branch(x, rows, p, spec, options=BackwardOptions(recompute=recompute))
+    theirs = reference.mlp_branch(x, rows, p, spec)
     assert_same_gradients(gradients(ours, dy, (x, *p)), gradients(theirs, dy, (x, *p)))
 
 

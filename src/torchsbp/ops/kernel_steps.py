@@ -4,7 +4,8 @@ Sums over rows go to a buffer that all steps of a backward pass share: each prog
 it, and it is summed once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -129,6 +130,17 @@ class KernelSteps(Steps):
 
     launch = staticmethod(launch)
     """Every kernel of a step is launched here, and only here."""
+
+    def parts(self, count: int) -> list[Any]:
+        """Each with a part of the programs."""
+        programs, found = self.programs // count, [copy(self) for _ in range(count)]
+        assert programs * count == self.programs
+        for part, sums in zip(found, self.sums.split(programs), strict=True):
+            part.programs, part.sums, part.widths = programs, sums, dict(self.widths)
+        return found
+
+    def join(self, parts: Sequence[Any]) -> None:
+        self.used, self.widths = parts[0].used, parts[0].widths
 
     def totals(self) -> dict[str, Tensor]:
         columns = self.sums.shape[1]

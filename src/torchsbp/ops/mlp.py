@@ -16,6 +16,7 @@ from .captured import captured_backward, captured_forward
 from .device import device_of, weight_gradient
 from .layers import (
     NO_NORM,
+    PART,
     BackwardOptions,
     Grad,
     Norm,
@@ -154,11 +155,36 @@ def mlp_backward(
     needs: Needs,
 ) -> tuple[Tensor, MLPProducts]:
     """From normalised kept rows: their gradient, and the products for the weights. ``h`` is the hidden layer,
-    recomputed unless given."""
+    recomputed unless given. Where it is large, one half of the rows after the other."""
+    hidden = n.y.shape[0] * cast_weights.weight1.shape[0]
+    if hidden < 2 * PART or spec.post_norm is not None or torch.compiler.is_compiling():
+        return mlp_backward_rows(steps, dy, n.y, h, cast_weights, p, spec, needs)
+    halves = steps.parts(2)
+    rows = zip(dy.dy.chunk(2), dy.dz.chunk(2), n.y.chunk(2), (None, None) if h is None else h.chunk(2), strict=True)
+    (dn, products), (more_dn, more) = (
+        mlp_backward_rows(part, Cotangent(*of_rows[:2]), *of_rows[2:], cast_weights, p, spec, needs)
+        for part, of_rows in zip(halves, rows, strict=True)
+    )
+    steps.join(halves)
+    weight1, last = (None if a is None else a.add_(b) for a, b in zip(products[:2], more[:2], strict=True))
+    return torch.cat([dn, more_dn]), MLPProducts(weight1, last)
+
+
+def mlp_backward_rows(
+    steps: Steps,
+    dy: Cotangent,
+    y: Tensor,
+    h: Grad,
+    cast_weights: MLPWeights,
+    p: MLPParams,
+    spec: MLPSpec,
+    needs: Needs,
+) -> tuple[Tensor, MLPProducts]:
+    """The same of some rows, whose norm is y."""
     weight1, bias1, weight2, _ = cast_weights
     overwrite, post, act = h is None, PostNormGradients(), activation_named(spec.act)
     if h is None:
-        h = linear(n.y, weight1, bias1, None)
+        h = linear(y, weight1, bias1, None)
     if spec.post_norm is not None:
         affine = Affine(p.post_norm_weight, p.post_norm_bias, spec.post_norm)
         dy, post = before_norm(dy, mlp_last(act.forward(h), p, cast_weights._replace(bias2=p.bias2), spec), affine)
@@ -180,7 +206,7 @@ def mlp_backward(
     if spec.inner_norm is None:
         product = weight_gradient(dy.dy, g, p.weight2, needs_product)
     del g
-    return dh @ weight1, MLPProducts(weight_gradient(dh, n.y, p.weight1, any(needs.weights1)), product, post)
+    return dh @ weight1, MLPProducts(weight_gradient(dh, y, p.weight1, any(needs.weights1)), product, post)
 
 
 def mlp_gradients(products: MLPProducts, totals: dict[str, Tensor], p: MLPParams) -> MLPParams:

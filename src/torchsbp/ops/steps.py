@@ -6,7 +6,8 @@ all, in order), ``dtype`` is the precision of matrix products. A step that leave
 bias or a norm, takes its name: ``total``.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +53,15 @@ class Steps:
 
     def __init__(self, x: Tensor, columns: int) -> None:
         self._totals: dict[str, Tensor] = {}
+
+    def parts(self, count: int) -> list[Any]:
+        """Steps for as many parts of the rows, each of which is to leave the same totals."""
+        return [Steps(torch.empty(0), 0) for _ in range(count)]
+
+    def join(self, parts: Sequence[Any]) -> None:
+        """The totals of all parts together."""
+        for name in parts[0]._totals:
+            self._totals[name] = sum(part._totals[name] for part in parts)
 
     def totals(self) -> dict[str, Tensor]:
         """The sums over rows that the steps have left, by name. A norm's are ``<name>_weight`` and ``<name>_bias``; one
