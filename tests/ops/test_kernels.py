@@ -388,6 +388,8 @@ def test_ops_take_the_same_gradients_from_the_kernels(op, ratio, rule, scope, re
 @pytest.mark.parametrize("recompute", [True, False])
 def test_halves_leave_the_totals_of_all_rows(recompute, act, inner_norm, monkeypatch):
     monkeypatch.setattr(mlp, "PART", 1)
+    for device in (WithKernels, WithoutKernels):
+        monkeypatch.setattr(device, "capturing", lambda self: True)
     x = randn(B, SIDE * SIDE, WIDTH).requires_grad_()
     gated = act.startswith(GATED)
     p = on_device(mlp_params(WIDTH, 2 * WIDTH, gated=gated, inner_norm=bool(inner_norm), dtype=torch.float32))

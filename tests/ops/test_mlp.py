@@ -3,6 +3,7 @@ import torch
 
 from torchsbp.ops import layers, mlp, reference
 from torchsbp.ops.activations import ACTIVATIONS, GATED
+from torchsbp.ops.device import Device
 from torchsbp.ops.layers import NO_NORM, BackwardOptions, Norm
 from torchsbp.ops.mlp import MLPParams, MLPSpec, mlp_branch
 from torchsbp.ops.rows import RowWeight
@@ -95,6 +96,7 @@ def test_the_layers_of_a_gate_may_be_apart(recompute, frozen):
 @pytest.mark.parametrize("ratio", [1.0, 0.25])
 def test_a_backward_pass_in_halves_equals_reference(ratio, act, inner_norm, recompute, frozen, monkeypatch):
     monkeypatch.setattr(mlp, "PART", 1)
+    monkeypatch.setattr(Device, "capturing", lambda self: True)
     x, dy, p = inputs(gated=act.startswith(GATED), inner_norm=inner_norm is not None)
     if frozen:
         getattr(p, frozen).requires_grad_(False)

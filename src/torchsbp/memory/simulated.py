@@ -22,7 +22,7 @@ from ..ops.device import CUDA, HALF, substituted
 from ..ops.graphs import Pass, Tensors, empty, passed, small, with_passed
 from ..ops.kernel_steps import KernelSteps
 from ..ops.window_launches import KernelWindowAttention
-from .live import in_graph
+from .live import capturing, in_graph
 
 aten = torch.ops.aten
 
@@ -65,6 +65,9 @@ class SimulatedDevice(CUDA):
     def weight_gradient(self, weight: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
         """In the weight's precision at once."""
         return weight.new_empty(sum(dy.shape[1] for dy, _ in pairs), pairs[0][1].shape[1])
+
+    def capturing(self) -> bool:
+        return capturing()
 
     def run_pass(self, run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
         """A graph has copies of what it is given, and of its results there are copies."""

@@ -83,6 +83,10 @@ class Device:
         """A forward or backward pass of an op."""
         return run(static, given)
 
+    def capturing(self) -> bool:
+        """Whether what runs now is recorded in a graph: launches cost little there, and memory is held."""
+        return False
+
     def inverse(self, rows: Tensor, size: int) -> Grad:
         """The inverse of kept rows among ``size`` rows, made once for all ops; None where the steps don't read it."""
         return None
@@ -192,6 +196,9 @@ class CUDA(Device):
     def run_pass(self, run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
         """Small ones are replayed from CUDA graphs."""
         return run_pass(run, static, given, given[0].device)
+
+    def capturing(self) -> bool:
+        return not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
 
     def inverse(self, rows: Tensor, size: int) -> Grad:
         return R.inverse(rows, size)

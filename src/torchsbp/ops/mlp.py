@@ -155,9 +155,9 @@ def mlp_backward(
     needs: Needs,
 ) -> tuple[Tensor, MLPProducts]:
     """From normalised kept rows: their gradient, and the products for the weights. ``h`` is the hidden layer,
-    recomputed unless given. Where it is large, one half of the rows after the other."""
+    recomputed unless given. Where it is large and its memory would be held, one half of the rows after the other."""
     hidden = n.y.shape[0] * cast_weights.weight1.shape[0]
-    if hidden < 2 * PART or spec.post_norm is not None or torch.compiler.is_compiling():
+    if hidden < 2 * PART or spec.post_norm is not None or not device_of(n.y).capturing():
         return mlp_backward_rows(steps, dy, n.y, h, cast_weights, p, spec, needs)
     halves = steps.parts(2)
     rows = zip(dy.dy.chunk(2), dy.dz.chunk(2), n.y.chunk(2), (None, None) if h is None else h.chunk(2), strict=True)
