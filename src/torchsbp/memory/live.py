@@ -76,6 +76,12 @@ class Live(TorchDispatchMode):
         return result
 
 
+def capturing() -> bool:
+    """Whether what is made now is in the memory of CUDA graphs."""
+    live = _get_current_dispatch_mode()
+    return isinstance(live, Live) and live.graph
+
+
 @contextmanager
 def in_graph() -> Iterator[None]:
     """What is made inside is in the memory of CUDA graphs."""

@@ -22,7 +22,7 @@ from ..ops.device import CUDA, HALF, substituted
 from ..ops.graphs import Pass, Tensors, empty, passed, small, with_passed
 from ..ops.kernel_steps import KernelSteps
 from ..ops.window_launches import KernelWindowAttention
-from .live import in_graph
+from .live import capturing, in_graph
 
 aten = torch.ops.aten
 
@@ -64,7 +64,10 @@ class SimulatedDevice(CUDA):
 
     def weight_gradient(self, weight: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
         """In the weight's precision at once."""
-        return torch.empty(weight.shape, dtype=weight.dtype)
+        return weight.new_empty(sum(dy.shape[1] for dy, _ in pairs), pairs[0][1].shape[1])
+
+    def capturing(self) -> bool:
+        return capturing()
 
     def run_pass(self, run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
         """A graph has copies of what it is given, and of its results there are copies."""
@@ -113,7 +116,7 @@ def asks_for_overrides(func: Any) -> bool:
     """
     if not isinstance(func, FunctionType) or "super" in func.__code__.co_names:
         return False
-    return any(name in func.__globals__ for name in QUESTIONS)
+    return any(name in func.__code__.co_names and name in func.__globals__ for name in QUESTIONS)
 
 
 @cache

@@ -39,6 +39,7 @@ from .layers import (
     BackwardOptions,
     Grad,
     Normed,
+    apart,
     autocast_dtype,
     cast,
     norm,
@@ -49,7 +50,7 @@ from .layers import (
 from .named import Needs, split
 from .once import once
 from .output import OutputProducts, attention_output, output_backward
-from .steps import Affine, Cotangent, Steps
+from .steps import Affine, Steps
 from .window_attention import NO_WINDOWS, Cut, Padding, all_slots
 
 
@@ -136,13 +137,14 @@ def attention_saved(
 
 def attention_columns(p: AttentionParams, spec: AttentionSpec) -> int:
     """Of the totals of the branch: "attention_output", "attention_qkv", "attention_norm_weight", "…_norm_bias"."""
-    width, channels = p.qkv_weight.shape
-    return p.proj_weight.shape[0] + width + norm_columns(spec.norm, channels)
+    width = sum(weight.shape[0] for weight in p.qkv_weights)
+    return p.proj_weight.shape[0] + width + norm_columns(spec.norm, p.qkv_weight.shape[1])
 
 
 def attention_backward(
     steps: Steps,
-    dy: Cotangent,
+    do: Tensor,
+    output: OutputProducts,
     n: Normed,
     rows: R.Rows,
     saved: AttentionSaved,
@@ -152,16 +154,15 @@ def attention_backward(
     needs: Needs,
     cut: Cut,
 ) -> tuple[Tensor, Grad, AttentionProducts]:
-    """From the cotangent of queries and normalised ``x [B * m, C]``: its gradient, what to add to it at the query rows,
-    and the products for the weights.
+    """From the cotangent of queries' outputs (``output_backward``) and normalised ``x [B * m, C]``: its gradient, what
+    to add to it at the query rows, and the products for the weights.
 
-    Rows of ``dy``, ``o [B * k, H * D]`` and ``lse [B, H, k]`` are the queries; ``rows`` says which rows of x they are
+    Rows of ``do``, ``o [B * k, H * D]`` and ``lse [B, H, k]`` are the queries; ``rows`` says which rows of x they are
     (None: all of them, in order), ``n.y_kept`` has them. All rows of x are keys and values. Q, K, V are recomputed
     unless saved.
     """
-    weight, bias, proj_weight, _ = cast_weights
+    weight, bias, *_ = cast_weights
     samples, heads, width = saved.x.shape[0], spec.heads, weight.shape[0] // 3
-    do, output = output_backward(dy, saved.o, proj_weight, p, spec, needs)
     n_q = n.y_kept
     if saved.q is not None:
         qkv = QKV(saved.q, saved.k, saved.v)
@@ -175,17 +176,19 @@ def attention_backward(
     do, o = to_heads(do, samples, heads), to_heads(saved.o, samples, heads)
     if cut.places is not None:
         p = p._replace(qkv_bias=bias)
-    dqkv, of_heads = attend_normalised_backward(do, qkv, o, saved.lse, saved.rows, cut, p, spec, needs)
+    dqkv, of_heads = attend_normalised_backward(
+        do, qkv, o, saved.lse, saved.rows, cut, p, spec, needs, overwrite=saved.q is None
+    )
     del qkv, do, o
     dq, dk, dv = (cast(g.transpose(1, 2).reshape(-1, width), n.y.dtype) for g in dqkv)
     del dqkv
 
     if rows is None:
         d = steps.stack(dq, dk, dv, total="attention_qkv")
-        dw = weight_gradient(d, n.y, p.qkv_weight, needs.qkv_weight)
+        dw = weight_gradient(d, n.y, p.qkv_weight, any(needs.qkv_weights))
         return d @ weight, None, AttentionProducts(dw, output, of_heads)
     d, dw = steps.stack(dk, dv, apart=dq, total="attention_qkv"), None
-    if needs.qkv_weight:
+    if any(needs.qkv_weights):
         dw = device_of(d).weight_gradient(p.qkv_weight, (dq, n_q), (d, n.y))
     of_q, of_kv = weight.split_with_sizes((width, 2 * width))
     return d @ of_kv, dq @ of_q, AttentionProducts(dw, output, of_heads)
@@ -193,7 +196,8 @@ def attention_backward(
 
 def attention_input_backward(
     steps: Steps,
-    dy: Cotangent,
+    do: Tensor,
+    output: OutputProducts,
     saved: AttentionSaved,
     cast_weights: AttentionWeights,
     p: AttentionParams,
@@ -211,7 +215,7 @@ def attention_input_backward(
     x_rows = None if spec.rule.key_rows else saved.rows  # which rows of the saved x are the kept ones
     affine = Affine(p.norm_weight, p.norm_bias, spec.norm)
     n = steps.normalise(R.flat(saved.x), affine, spec.dtype, after=base, kept=x_rows, inverse=saved.inverse)
-    dn, dn_kept, products = attention_backward(steps, dy, n, x_rows, saved, cast_weights, p, spec, needs, cut)
+    dn, dn_kept, products = attention_backward(steps, do, output, n, x_rows, saved, cast_weights, p, spec, needs, cut)
     dx = steps.norm_backward_input(
         dn, n, affine, dtype, rows=saved.rows, inverse=saved.inverse, size=base.shape[0],
         dn_kept=dn_kept, kept=kept, base=base, gated=scope == "block", norm_total="attention_norm",
@@ -224,10 +228,11 @@ def attention_gradients(products: AttentionProducts, totals: dict[str, Tensor], 
     heads, (product, dw_inner, db_inner, post) = products.heads, products.output
     total = totals["attention_output"] if post.total is None else post.total
     last = device_of(p.proj_weight).last_layer(product, total, p.proj_weight, p.proj_bias, p.scale)
+    dq, dk, dv = (*apart(products.qkv_weight, p.qkv_weights), None, None)[:3]
     return AttentionParams(
         norm_weight=totals.get("attention_norm_weight"),
         norm_bias=totals.get("attention_norm_bias"),
-        qkv_weight=products.qkv_weight,
+        qkv_weight=dq,
         qkv_bias=with_padding(totals["attention_qkv"], heads.padding),
         q_norm_weight=heads.q_norm_weight,
         q_norm_bias=heads.q_norm_bias,
@@ -242,6 +247,8 @@ def attention_gradients(products: AttentionProducts, totals: dict[str, Tensor], 
         post_norm_bias=post.bias,
         score_bias=heads.score_bias,
         rope=heads.rope,
+        k_weight=dk,
+        v_weight=dv,
     )
 
 
@@ -303,8 +310,10 @@ class _AttentionBranch(torch.autograd.Function):
             dy, saved.rows, factor, p.scale, shape[0], dtype, total="attention_output", weight=weight
         )
         cast_weights = AttentionWeights(*device.cast(dtype, *attention_weights(kept_p)[:3]))
+        do, output = output_backward(kept_dy, saved.o, cast_weights.proj_weight, kept_p, kept_spec, needs)
+        del kept_dy
         dx, products = attention_input_backward(
-            steps, kept_dy, saved, cast_weights, kept_p, kept_spec, needs,
+            steps, do, output, saved, cast_weights, kept_p, kept_spec, needs,
             kept=None, base=dy, scope=options.scope, dtype=x_dtype, cut=cut,
         )  # fmt: skip
         grads = attention_gradients(products, steps.totals(), kept_p)

@@ -29,15 +29,14 @@ from .mlp import (
     MLPWeights,
     mlp_backward,
     mlp_columns,
+    mlp_forward,
     mlp_gradients,
-    mlp_hidden,
     mlp_norm,
-    mlp_output,
     mlp_weights,
 )
 from .named import split
 from .once import once
-from .output import attention_last, attention_output
+from .output import attention_last, attention_output, output_backward
 from .steps import Affine, Steps
 from .window_attention import NO_WINDOWS, Cut, all_slots
 
@@ -104,11 +103,12 @@ class _TransformerBlock(torch.autograd.Function):
         weights1, weights2 = split(weights, AttentionWeights, MLPWeights)
         o, lse, qkv = attention_forward(x, p1, weights1, spec1, cut)
         saved = attention_saved(x, o, lse, qkv, kept, place, None, spec1, options.recompute)
+        del lse, qkv  # what is not saved: the MLP needs the room
         y = attention_output(o, p1, weights1, spec1)
+        del o
         x = x + (y if factor1 is None else y * factor1.view(-1, 1, 1))
-        h = mlp_hidden(x, p2, weights2, spec2)
-        kept_h = None if options.recompute else device.save_rows(h, rows)
-        y = mlp_output(h, p2, weights2, spec2)
+        del y
+        y, kept_h = mlp_forward(x, rows, p2, weights2, spec2, options.recompute)
         ctx.save_for_backward(*saved, *BlockSaved(rows, inverse, kept_h, factor1, factor2), *cut, *p1, *p2)
         ctx.static = spec1, spec2, options, x.dtype
         y = y if factor2 is None else y * factor2.view(-1, 1, 1)
@@ -134,7 +134,7 @@ class _TransformerBlock(torch.autograd.Function):
         affine = mlp_norm(p2, spec2)
         middle = middle_again(steps, saved, rows, weights1, p1, spec1, factor1, affine, dy)
         dn, products2 = mlp_backward(steps, kept_dy, middle, h, weights2, p2, spec2, needs2)
-        del kept_dy
+        del kept_dy, weights, weights2
         d_middle: Grad = None
         if spec1.rule.query_rows:
             d_middle, kept_dy = steps.norm_backward_middle(
@@ -148,8 +148,10 @@ class _TransformerBlock(torch.autograd.Function):
             )  # fmt: skip
             kept_dy = steps.cotangent(dy, None, factor1, p1.scale, samples, dtype, total="attention_output")
         del middle, dn
+        do, output = output_backward(kept_dy, saved.o, weights1.proj_weight, p1, spec1, needs1)
+        del kept_dy
         dx, products1 = attention_input_backward(
-            steps, kept_dy, saved, weights1, p1, spec1, needs1,
+            steps, do, output, saved, weights1, p1, spec1, needs1,
             kept=d_middle, base=dy, scope=options.scope, dtype=x_dtype, cut=cut,
         )  # fmt: skip
         totals = steps.totals()

@@ -49,7 +49,7 @@ class Context(NamedTuple):
     """Stands in for the ctx of a backward pass."""
 
     saved_tensors: Tensors
-    needs_input_grad: tuple[bool, ...]
+    needs_input_grad: tuple[Any, ...]
     static: Any
 
 

@@ -253,15 +253,13 @@ def affine(module: nn.Module | None) -> tuple[Any, Any]:
     return parameter(module, "weight"), parameter(module, "bias")
 
 
-def stack(layers: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
-    """Weights and biases of layers on one input as those of one layer, through which each gets its gradient.
-
-    Where some have no bias, theirs is zero.
-    """
-    weight = torch.cat([w for w, _ in layers])
+def stack(layers: list[tuple[Tensor, Tensor | None]]) -> tuple[list[Tensor], Tensor | None]:
+    """Weights of layers on one input, which an op takes as they are: one made of them would be saved. And their biases
+    as one, through which each gets its gradient; where some have none, theirs is zero."""
+    weights = [w for w, _ in layers]
     if all(b is None for _, b in layers):
-        return weight, None
-    return weight, torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in layers])
+        return weights, None
+    return weights, torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in layers])
 
 
 def matrix(block: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
@@ -277,12 +275,15 @@ def matrix(block: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
 def attention_of(block: nn.Module, parts: L.TransformerBlock, rule: Rule) -> tuple[AttentionParams, AttentionSpec]:
     norm, scale, post_norm = find(block, parts.norm1), scale_of(block, parts.scale1), find(block, parts.post_norm1)
     q_norm, k_norm = find(block, parts.q_norm), find(block, parts.k_norm)
-    qkv, inner_norm, proj = qkv_of(block, parts), find(block, parts.attention_norm), matrix(block, parts.proj)
-    norms = *affine(inner_norm), *affine(post_norm)
+    (qkv_weight, *others), qkv_bias = qkv_of(block, parts)
+    inner_norm, proj = find(block, parts.attention_norm), matrix(block, parts.proj)
+    qkv, norms = (qkv_weight, qkv_bias), (*affine(inner_norm), *affine(post_norm))
     params = AttentionParams(*affine(norm), *qkv, *affine(q_norm), *affine(k_norm), *proj, scale, *norms)
+    if others:
+        params = params._replace(k_weight=others[0], v_weight=others[1])
     heads, softmax_scale = find(block, parts.heads), find(block, parts.softmax_scale)
     if softmax_scale is None:
-        softmax_scale = (params.qkv_weight.shape[0] // (3 * heads)) ** -0.5
+        softmax_scale = (params.proj_weight.shape[1] // heads) ** -0.5
     fused = L.FUSED[find(block, parts.fused)]
     spec = AttentionSpec(heads, softmax_scale, L.norm_of(norm) or NO_NORM, L.norm_of(q_norm), fused, rule)
     spec = spec._replace(inner_norm=L.norm_of(inner_norm), post_norm=L.norm_of(post_norm))
@@ -298,38 +299,42 @@ def scale_of(block: nn.Module, name: str) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def qkv_of(block: nn.Module, parts: L.TransformerBlock) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of the projection to queries, keys and values."""
-    weight, bias = projection_of(block, parts.qkv)
+def qkv_of(block: nn.Module, parts: L.TransformerBlock) -> tuple[list[Tensor], Tensor | None]:
+    """Weight, or weights, and bias of the projection to queries, keys and values."""
+    weights, bias = projection_of(block, parts.qkv)
     if find(block, parts.head_first):
         by_head = find(block, parts.heads), 3, -1
         weight, bias = (
-            t if t is None else t.unflatten(0, by_head).transpose(0, 1).flatten(0, 2) for t in (weight, bias)
+            t if t is None else t.unflatten(0, by_head).transpose(0, 1).flatten(0, 2) for t in (*weights, bias)
         )
+        weights = [weight]
     biases = [b for b in (find(block, name) for name in parts.qkv_bias) if b is not None]
     bias = torch.cat(biases) if biases else bias
     if bias is None or parts.key_bias:
-        return weight, bias
+        return weights, bias
     q, k, v = bias.chunk(3)
-    return weight, torch.cat([q, torch.zeros_like(k), v])
+    return weights, torch.cat([q, torch.zeros_like(k), v])
 
 
-def projection_of(block: nn.Module, name: str | tuple[str, ...]) -> tuple[Any, Any]:
-    """Weight and bias of a layer, or of that weight's own name, or of three layers as one."""
+def projection_of(block: nn.Module, name: str | tuple[str, ...]) -> tuple[list[Any], Any]:
+    """Weight and bias of a layer, or of that weight's own name; of several layers on one input their weights."""
     if not isinstance(name, str):
         return stack([matrix(block, each) for each in name])
     part = find(block, name)
-    return (part, find(block, name.replace("weight", "bias"))) if isinstance(part, Tensor) else matrix(block, name)
+    own = isinstance(part, Tensor)
+    weight, bias = (part, find(block, name.replace("weight", "bias"))) if own else matrix(block, name)
+    return [weight], bias
 
 
 def mlp_of(block: nn.Module, norm_name: str, parts: Any) -> tuple[MLPParams, MLPSpec]:
     norm, post_norm = find(block, norm_name), find(block, getattr(parts, "post_norm2", ""))
-    fc1, fc2, act = projection_of(block, parts.fc1), matrix(block, parts.fc2), activation_of(find(block, parts.act))
+    ((weight1, *value), bias1), fc2 = projection_of(block, parts.fc1), matrix(block, parts.fc2)
+    act = activation_of(find(block, parts.act))
     assert act is not None
     act = GATED + act if getattr(parts, "gated", False) else act
     inner = find(block, getattr(parts, "inner_norm", ""))
     return (
-        MLPParams(*affine(norm), *fc1, *fc2, None, *affine(inner), *affine(post_norm)),
+        MLPParams(*affine(norm), weight1, bias1, *fc2, None, *affine(inner), *affine(post_norm), *value),
         MLPSpec(L.norm_of(norm) or NO_NORM, act, None, L.norm_of(inner), L.norm_of(post_norm)),
     )
 
