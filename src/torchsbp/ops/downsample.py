@@ -124,6 +124,7 @@ class _Downsample(torch.autograd.Function):
         dx = steps.norm_backward_input(
             dn.view_as(x), n, affine, x_dtype, rows=inputs, size=B * H * W, norm_total="norm"
         )
+        del x, n, kept_dy, dn  # each is about as large as dx, of which there may be two now
         dx = (out_of_patches(dx, (B, H, W, C), (kh, kw)) if rows is None else dx.view(B, H, W, C)).permute(0, 3, 1, 2)
         totals = steps.totals()
         grads = DownsampleParams(totals["norm_weight"], totals["norm_bias"], dw, totals["output"])
