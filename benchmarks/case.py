@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 import peak
 from methods import METHODS
 from models import MODELS
+from torchsbp.memory.peak import peak_bytes
 
 MIB = 2**20
 MODES = {"eager": None, "compiled": "default", "graphs": "reduce-overhead"}  # modes of torch.compile
@@ -167,7 +168,7 @@ def measure(case: Case) -> Row:
     if case.cuda:
         row["reserved MiB"] = torch.cuda.max_memory_reserved() / MIB
         graphs = case.setting.mode == "graphs"
-        row["peak MiB"] = row["reserved MiB"] if graphs else torch.cuda.max_memory_allocated() / MIB
+        row["peak MiB"] = row["reserved MiB"] if graphs else peak_bytes() / MIB
     starts = range(0, len(watch.marks), 4)
     for i, name in enumerate(("forward", "backward", "update")):
         row[f"{name} ms"] = statistics.median(watch.between(start + i, start + i + 1) for start in starts)

@@ -1,38 +1,50 @@
 #!/bin/bash
-# The contest on one GPU, a call at a time: contest.sh CALL DATA.npz OUT [SECONDS]
-# docs/study/README.md says which calls there are, what they answer, and how long they take. A call that is started again
-# with the same OUT goes on. Calls of one OUT have the same recipe; results of several machines are put together by
-# copying their *.jsonl into one folder (`cat`, file by file).
+# The contest on one GPU: contest.sh "CALL CALL…" DATA.npz OUT [SECONDS]
+# docs/study/README.md says which calls there are, what they decide, and how long they take. They run one after the other
+# until SECONDS are over. Started again with the same OUT they go on: finished runs are not repeated, stopped ones continue
+# from OUT/states if the folder is still there. Calls of one OUT have the same recipe.
+# BEFORE: a .tgz of an earlier machine's results, unpacked if OUT has none. PACK: where results are put as one .tgz.
 set -e
-call=$1 data=$2 out=$3 seconds=${4:-520} jobs=${JOBS:-12}
+calls=$1 data=$2 out=$3 end=$((SECONDS + ${4:-540})) jobs=${JOBS:-12}
+export PYTHONPATH="$(cd "$(dirname "$0")/.." && pwd)/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 TORCHINDUCTOR_CACHE_DIR=${TMPDIR:-/tmp}/inductor
 export CUDA_MPS_PIPE_DIRECTORY=${TMPDIR:-/tmp}/mps CUDA_MPS_LOG_DIRECTORY=${TMPDIR:-/tmp}/mps
 mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$out"
 nvidia-cuda-mps-control -d 2>/dev/null || true
-more=(${OPTIONS:-}) # for a trial at toy size: --size toy --eager --batch 16 --images 64
-study() { python -m torchsbp study "$@" --data "$data" --out "$out" "${more[@]}"; }
+if [ -f "$BEFORE" ] && ! ls "$out"/*.jsonl >/dev/null 2>&1; then tar xzf "$BEFORE" -C "$out"; fi
+pack() { [ -z "$PACK" ] || tar czf "$PACK" -C "$out" --exclude=states --exclude=weights .; }
+trap pack EXIT
+more=(${OPTIONS:-}) # for a trial at toy size: --size toy --eager --batch 16
+study() {
+  local left=$((end - SECONDS))
+  [ $left -gt 30 ] || { echo "$1: no time left"; return 0; }
+  "${PYTHON:-python3}" -m torchsbp study "$@" --data "$data" --out "$out" --jobs "$jobs" --seconds "$left" "${more[@]}"
+}
 
-vit="full;grid 0.5;balanced 0.5;rows 0.5;own rows 0.5;own rows 0.25;mlp rows 0.25;patches ½;batch ½"
-convnext="full;grid 0.5;balanced 0.5;down exact 0.5;down exact, balanced 0.5;down exact, rows 0.5;down exact, own rows 0.5"
-swin="full;grid 0.5;balanced 0.5;rows 0.5;own rows 0.5"
-timed="full;exact;checkpoint;batch ½;patches ½;grid 0.5;own rows 0.5;own rows 0.25;mlp rows 0.25;down exact, own rows 0.5"
-decided="full;own rows 0.5;own rows 0.25;down exact, own rows 0.5"
-length=${EPOCHS:-20}
-longer="$length,$((2 * length)),$((4 * length))"
+short=${SHORT:-vit 12,24;convnext 6,12;convnext2 6,12;swin 12,24}
+epochs=${EPOCHS:-vit 12,24,48;convnext 7,14,28;swin 15,30,60}
+first="full;exact;balanced 0.5;own rows 0.5;own rows 0.25;patches ½;down exact, balanced 0.5;down exact, own rows 0.75;down exact, own rows 0.5"
+others="grid 0.5;mlp rows 0.25;batch ½;down exact 0.5;down exact, rows 0.5"
+timed="$first;$others;checkpoint"
+decided=${ARMS:-full;own rows 0.5;down exact, own rows 0.5}
+models=${MODELS:-vit,convnext}
 
-case $call in
-  gradients) study gradients --models vit,convnext,swin --epochs 3 --masks 12 --eager --jobs "$jobs" --seconds "$seconds" ;;
-  recipe) study contest --models "${MODELS:-vit,convnext,swin}" --arms full --epochs "$longer" --lr 0.5,1,2 --jobs "$jobs" --seconds "$seconds" ;;
-  screen) study contest --models vit,convnext --arms "$vit;$convnext" --epochs "$length" --seeds 2 --jobs "$jobs" --seconds "$seconds" ;;
-  swin) study contest --models swin --arms "$swin" --epochs "$length" --seeds 2 --jobs "$jobs" --seconds "$seconds" ;;
-  stem) study contest --models convnext,convnext2 --arms "full;grid 0.5;balanced 0.5;down exact, balanced 0.5" \
-    --epochs "$length" --seeds 2 --jobs "$jobs" --seconds "$seconds" ;;
-  tune) study contest --models vit,convnext --arms "$decided" --epochs "$length" --lr 0.5,1,1.5 --drop-path 0,0.1 \
-    --jobs "$jobs" --seconds "$seconds" ;;
-  speed) study speed --models "${MODELS:-vit,convnext,swin}" --arms "$timed" --seconds "$seconds" ;;
-  decide) study contest --models "${MODELS:-vit}" --arms "${ARMS:-$decided}" --epochs "$longer" --seeds "${SEEDS:-5}" \
-    --jobs "$jobs" --seconds "$seconds" ;;
-  papers) study accuracy --models vit --epochs "$length" --seeds 2 --jobs "$jobs" --seconds "$seconds" ;;
-  along) study trajectory --models vit,convnext --epochs "$length" --jobs "$jobs" --seconds "$seconds" ;;
-  *) echo "unknown call $call; see the file" >&2; exit 2 ;;
-esac
+for call in $calls; do
+  echo "== $call, $((end - SECONDS)) s left"
+  case $call in
+    rates) study contest --models "$models" --arms full --epochs "$short" --lr 1,2,4 ;;
+    screen) study contest --models "$models" --arms "$first" --epochs "$short" --tuned --seeds 2 ;;
+    others) study contest --models "$models" --arms "$others" --epochs "$short" --tuned --seeds 2 ;;
+    speed) study speed --models "$models" --arms "$timed" ;;
+    tune)
+      study contest --models "$models" --arms "$decided" --epochs "$short" --tuned --lr 0.5,1,2 --seeds 2
+      study contest --models "$models" --arms "$decided" --epochs "$short" --tuned --drop-path 0 --seeds 2
+      ;;
+    decide) study contest --models "$models" --arms "$decided" --epochs "$epochs" --tuned --seeds "${SEEDS:-5}" ;;
+    stem) study contest --models convnext,convnext2 --arms "full;grid 0.5;down exact, balanced 0.5" --epochs "$short" --seeds 2 ;;
+    gradients) study gradients --models vit,convnext,swin --epochs 3 --masks 12 --eager ;;
+    papers) study accuracy --models vit --epochs 24 --seeds 2 ;;
+    along) study trajectory --models vit,convnext --epochs 12 --eager ;;
+    *) echo "unknown call $call; see the file" >&2; exit 2 ;;
+  esac
+done

@@ -29,6 +29,7 @@ import commandline
 import torchsbp
 from case import Stopwatch, release
 from torchsbp.memory.estimate import checkpoint_blocks
+from torchsbp.memory.peak import peak_bytes
 from torchsbp.memory.saved import Saved
 from torchsbp.train.detection.model import Detector, compile_backbone
 from torchsbp.train.tasks.detection import Data, Detection, DetectionOptions, Lean, Model
@@ -206,7 +207,7 @@ class Case:
         self.optimizer.step()
         self.optimizer.zero_grad()
         torch.cuda.synchronize()
-        top = torch.cuda.max_memory_allocated()
+        top = peak_bytes()
         state = sum(t.numel() * t.element_size() for its in self.optimizer.state.values() for t in its.values())
         parts = {"optimizer": state, "weights and images": before - state, **kept, "rest": top - forward}
         return {"peak MiB": top / MIB, "parts MiB": {part: size / MIB for part, size in parts.items()}}
@@ -316,8 +317,9 @@ def markdown(rows: Sequence[Row]) -> str:
         if "error" in row:
             lines.append(f"{which}{row['error']} |")
             continue
-        size = row.get("peak MiB", row.get("saved MiB"))
-        cells = [f"{size:.0f}, {row['memory']:.2f}×", f"{row['step ms']:.0f} ms, {row['speed']:.2f}× speed"]
+        cells = [f"{row.get('peak MiB', row.get('saved MiB')):.0f}", f"{row['step ms']:.0f} ms"]
+        if "speed" in row:  # full backprop was measured as well
+            cells = [f"{cells[0]}, {row['memory']:.2f}×", f"{cells[1]}, {row['speed']:.2f}× speed"]
         cells += [f"{row['busy ms']:.0f} ms in {row['kernels']}" if "busy ms" in row else "–"] if busy else []
         cells += [f"{row['parts MiB'][title]:.0f}" for title in titles]
         lines.append(f"{which}{' | '.join(cells)} |")

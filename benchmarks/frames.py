@@ -22,6 +22,7 @@ import children
 import commandline
 from case import MIB, MODES, Row, Stopwatch, release
 from torchsbp import SBPConfig
+from torchsbp.memory.peak import peak_bytes
 from torchsbp.train.data.window import Window
 from torchsbp.train.online.detector import OnlineDetector
 from torchsbp.train.online.encoder import Encoder, make_encoder, width
@@ -134,7 +135,7 @@ def measured(case: Case) -> Row:
     watch = case.steps(case.setting.steps)
     if cuda:  # CUDA graphs hold their memory, and the allocator does not count it as allocated
         graphs = case.setting.mode == "graphs"
-        row["peak MiB"] = (torch.cuda.max_memory_reserved() if graphs else torch.cuda.max_memory_allocated()) / MIB
+        row["peak MiB"] = (torch.cuda.max_memory_reserved() if graphs else peak_bytes()) / MIB
     times = [watch.between(i, i + 1) for i in range(case.setting.steps)]
     return row | {"step ms": statistics.median(times)}
 

@@ -66,6 +66,7 @@ MODELS = {
     "convnext_tiny": Model("convnext_tiny", 128, channels_last=True, methods=CONVNEXT, modes=("eager", "compiled")),
     "convnext_base": Model("convnext_base", 64, channels_last=True, methods=CONVNEXT, modes=("compiled", "graphs")),
     "dinov3_base": Model("vit_base_patch16_dinov3", 256, methods=VIT, modes=("compiled",)),
+    "dinov3_base_128": Model("vit_base_patch16_dinov3", 128, methods=RATIOS, modes=BOTH),
     "swin_tiny": Model("swin_tiny_patch4_window7_224", 128, methods=CONVNEXT, modes=("eager", "compiled")),
     "swinv2_tiny": Model("swinv2_tiny_window8_256", 128, 256, methods=RATIOS, modes=BOTH),
     "beit_base": Model("beit_base_patch16_224", 64, methods=RATIOS, modes=BOTH),

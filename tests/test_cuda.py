@@ -146,6 +146,20 @@ def test_masks_are_drawn_as_one_launch(name, options, padded):
     assert all(torch.equal(found[0][site], found[1][site]) for site in found[0])
 
 
+@pytest.mark.parametrize("name", ["vit", "convnext", "swin"])
+def test_a_step_waits_for_nothing(name):
+    """Nor do sizes on their way to the GPU: the CPU goes on, and the GPU finds its next step at hand."""
+    _, model, x = pair(name, keep_ratio=0.5)
+    height, width = x.shape[-2:]
+    for mode in ("default", "default", "default", "error"):
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            torchsbp.set_sizes(model, [(height - 4, width)] * len(x), (height, width))
+            model(x).square().sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # Inductor's, on what is not enabled here
 def test_compiled_once_for_all_batch_sizes():
     eager = torchsbp.apply(LEAN["vit"].model(embed_dim=96, depth=1).float().cuda(), keep_ratio=0.5)

@@ -49,6 +49,13 @@ def test_every_method_is_measured_by_its_parts(bench, rows):
     assert len(bench.detection.markdown(rows).splitlines()) == 2 + len(rows)
 
 
+def test_without_full_backprop_there_is_nothing_to_compare_with(bench):
+    row = {"model": "m", "batch": 2, "mode": "eager", "method": "sbp", "step ms": 5.0, "saved MiB": 7.0}
+    rows = [row | {"parts MiB": {"backbone": 7.0}}]
+    bench.detection.add_ratios(rows)
+    assert bench.detection.markdown(rows).splitlines()[-1] == "| m, 2, eager | sbp | 7 | 5 ms | 7 |"
+
+
 @pytest.mark.parametrize(
     "part, less, more",
     [

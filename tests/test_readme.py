@@ -49,7 +49,8 @@ def test_tables_are_the_measured_ones(benchmarks):
         assert frames.markdown(results(file)["rows"]) in page
     compiled = [row for row in results("frames_compiled.json")["rows"] if row["mode"] == "compiled"]
     assert frames.markdown(compiled) in page
-    for name in ("cpu", "limits", "growth", "frames", "frames_chunk64", "frames_compiled"):
+    assert frames.markdown(results("frames_graphs.json")["rows"]) in page
+    for name in ("cpu", "limits", "growth", "frames", "frames_chunk64", "frames_compiled", "frames_graphs"):
         assert f"commit {results(f'{name}.json')['commit']}" in page.lower()
 
 

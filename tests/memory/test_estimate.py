@@ -14,10 +14,13 @@ from torch import nn
 
 import torchsbp
 from torchsbp import SBPConfig
+from torchsbp.memory import simulated
 from torchsbp.memory.estimate import describe
 from torchsbp.memory.saved import Saved
+from torchsbp.ops import graphs
 from torchsbp.ops.device import CPU_DEVICE, device_of
 from torchsbp.ops.downsample import DownsampleParams, DownsampleSpec, downsample
+from torchsbp.ops.layers import BackwardOptions
 
 from ..counting import SavedBytes
 from ..models import LEAN, images
@@ -101,6 +104,19 @@ def test_what_is_alive_sums_up_to_the_peak():
     assert {name: sum(parts.values()) for name, parts in found.parts.items()} == found.saved
 
 
+@pytest.mark.parametrize("family", ["vit", "convnext"])
+def test_graphs_hold_what_one_pass_needs(family, monkeypatch):
+    """Its inputs' copies and what it makes, the most of all passes; the rest of a step needs less for it."""
+    model, config = LEAN[family].model().float(), SBPConfig(keep_ratio=0.5)
+    with_graphs = torchsbp.estimate(model, SHAPE, config)
+    monkeypatch.setattr(graphs, "LARGEST", 0)
+    without = torchsbp.estimate(model, SHAPE, config)
+    assert without.graphs == 0
+    assert with_graphs.graphs > simulated.CUBLAS // 2
+    assert with_graphs.peak - with_graphs.graphs < without.peak
+    assert torchsbp.estimate(model, SHAPE, "full").graphs == 0
+
+
 def test_parameters_gradients_and_optimizer_state():
     model = LEAN["vit"].model().float()
     total = sum(p.nbytes for p in model.parameters())
@@ -137,7 +153,7 @@ def test_a_real_model_a_meta_model_and_a_function_give_the_same():
     assert found[0] == found[1] == found[2] == found[3]
 
 
-def test_a_patched_model_is_taken_as_it_is():
+def test_a_patched_model_is_taken_as_it_is(no_graphs):
     model, config = LEAN["convnext"].model(), SBPConfig(keep_ratio=0.25)
     expected = torchsbp.estimate(model, SHAPE, config)
     torchsbp.apply(model, config=config)
@@ -254,7 +270,7 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_the_formulas_of_a_transformer_block(name):
+def test_the_formulas_of_a_transformer_block(name, no_graphs):
     batch, sizes = 16, {"N": 197, "k": 99, "C": 192, "H": 3, "F": 768}
     rule, _, saved = name.partition(", ")
     options = {"keep_ratio": 1.0 if rule == "exact" else 0.5, "recompute": not saved, "blocks": [-2, -1]}
@@ -288,6 +304,16 @@ def test_the_formula_of_a_down_sampling_layer():
     with SavedBytes(model, *[p for p in params if p is not None]) as saved:
         downsample(x, rows, params, DownsampleSpec((2, 2)))
     assert saved.total == 4 * 4 * len(rows) * C + 8 * len(rows)
+
+
+@pytest.mark.parametrize("recompute, size", [(True, 2), (False, 4)])
+def test_a_down_sampling_layer_rounds_what_it_saves_where_memory_comes_first(recompute, size):
+    x, rows, C = torch.randn(2, 8, 6, 6), torch.tensor([0, 4, 10]), 8
+    params = DownsampleParams(torch.ones(C), torch.zeros(C), torch.randn(4, C, 2, 2, requires_grad=True), None)
+    model = nn.ParameterList([p for p in params if p is not None])
+    with torch.autocast("cpu", torch.bfloat16), SavedBytes(model, *[p for p in params if p is not None]) as saved:
+        downsample(x, rows, params, DownsampleSpec((2, 2)), BackwardOptions(recompute=recompute))
+    assert saved.total == size * 4 * len(rows) * C + 8 * len(rows)
 
 
 def test_saved_bytes_count_a_storage_once_and_no_parameters():

@@ -47,6 +47,13 @@ def test_functions_are_seen_inside_functions_of_pytorch():
     assert EFFICIENT in operators.names
 
 
+def test_functions_of_pytorch_that_ask_elsewhere_are_left_to_it():
+    with traced():
+        rows, columns = torch.meshgrid(torch.arange(2), torch.arange(3), indexing="ij")
+        torch._assert(rows.shape == columns.shape, "of one grid")
+    assert rows.shape == (2, 3)
+
+
 def test_functions_are_seen_where_a_checkpoint_is_computed_again():
     with traced() as operators:
         y = checkpoint(attend, torch.randn(1, 1, 4, 8, requires_grad=True), use_reentrant=False)

@@ -5,7 +5,7 @@ import transformers.activations
 from torch import nn
 
 from torchsbp.ops import reference
-from torchsbp.ops.activations import ACTIVATIONS, Activation, activation_of
+from torchsbp.ops.activations import ACTIVATIONS, GATED, Activation, activate, activation_named, activation_of
 from torchsbp.ops.mlp import MLPSpec, mlp_branch
 
 from .helpers import assert_same_gradients, gradients, kept_rows, mlp_params
@@ -27,6 +27,19 @@ def test_backward_is_that_of_autograd(name):
     assert activation.name == name
     (expected,) = torch.autograd.grad(activation.forward(x), x, dy)
     torch.testing.assert_close(activation.backward(dy, x.detach()), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*ACTIVATIONS, *(GATED + name for name in ACTIVATIONS)])
+def test_in_little_memory_it_has_the_same_bits(name, dtype):
+    torch.manual_seed(0)
+    x = (torch.randn(70, 48) * 2).to(dtype)
+    expected, before = activation_named(name).forward(x), x.clone()
+    assert torch.equal(activate(x, name, overwrite=False), expected)
+    assert torch.equal(x, before)
+    y = activate(x, name, overwrite=True)
+    assert torch.equal(y, expected)
+    assert name.startswith(GATED) or y.data_ptr() == x.data_ptr()
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,9 @@ def test_gradcheck_at_ratio_one():
     assert torch.autograd.gradcheck(lambda x, *p: attention_branch(x, None, AttentionParams(*p), spec), (x, *p))
 
 
-OTHERS = [name for name in AttentionParams._fields if re.match("score_bias|rope|inner_norm|post_norm", name)]
+OTHERS = [
+    name for name in AttentionParams._fields if re.match("score_bias|rope|inner_norm|post_norm|[kv]_weight", name)
+]
 
 
 @pytest.mark.parametrize("frozen", [name for name in AttentionParams._fields if name not in OTHERS])
@@ -141,6 +143,17 @@ def test_frozen_parameter_gets_no_gradient_and_the_others_keep_theirs(frozen):
     ours = gradients(attention_branch(x, rows, p, spec), dy, (x, *p))
     for name, a, b in zip(("x", *p._fields), ours, everything, strict=True):
         assert a is None if name in (frozen, *OTHERS) else torch.allclose(a, b, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("frozen", ["", "qkv_weight", "v_weight"])
+@pytest.mark.parametrize("rule", ["query", "qkv", "head", "exact"])
+def test_weights_that_are_apart_equal_reference(rule, frozen):
+    x, dy, p = inputs()
+    q, k, v = (part.detach().requires_grad_() for part in p.qkv_weight.chunk(3))
+    p = p._replace(qkv_weight=q, k_weight=k, v_weight=v)
+    if frozen:
+        getattr(p, frozen).requires_grad_(False)
+    check(x, dy, p, kept_rows(B, N, 0.5), torch.tensor([0, 2]), spec_of(rule))
 
 
 @pytest.mark.parametrize("rule", ["query", "qkv", "head"])

@@ -54,3 +54,13 @@ def test_saves_only_kept_patches():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
         downsample(x, rows, p, DownsampleSpec((2, 2)))
     assert saved[:2] == [(B * 4 * 4, C), (B * 4,)]
+
+
+def test_where_all_is_kept_it_saves_its_input():
+    x = torch.randn(B, C, 8, 8, dtype=torch.float64, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        downsample(x, None, downsample_params(C, OUT, 2), DownsampleSpec((2, 2)))
+    assert saved[0].data_ptr() == x.data_ptr()
+    assert saved[0].shape == x.shape
+    assert not any(t.dtype == torch.int64 for t in saved)

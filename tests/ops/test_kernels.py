@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchsbp.ops import mlp
 from torchsbp.ops.activations import ACTIVATIONS, GATED, Activation
 from torchsbp.ops.attention import attention_branch
 from torchsbp.ops.block import transformer_block
@@ -75,6 +76,16 @@ def test_cast():
     assert c is tensors[2]
     assert torch.equal(d, tensors[3].bfloat16())
     assert all(a is b for a, b in zip(CUDA().cast(None, *tensors), tensors, strict=True))
+
+
+@pytest.mark.parametrize("device", [CPU(), CUDA()], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, None])
+def test_cast_of_several_is_one_below_the_other(dtype, device):
+    a, b, c = randn(3, 4), randn(2, 4), randn(5)
+    stacked, alone, bias = device.cast(dtype, (a, b), (a,), c)
+    assert torch.equal(stacked, torch.cat([a, b]).to(dtype or torch.float32))
+    assert torch.equal(alone, a.to(dtype or torch.float32))
+    assert torch.equal(bias, c.to(dtype or torch.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -168,17 +179,19 @@ def test_gated_activation(name, overwrite):
     check(run, 300)
 
 
+@pytest.mark.parametrize("overwrite", [True, False])
 @pytest.mark.parametrize("back", [True, False])
 @pytest.mark.parametrize("half, by_head, ratio", [(False, False, 1.0), (True, False, 0.3), (False, True, 0.3)])
-def test_rotation(half, by_head, ratio, back):
+def test_rotation(half, by_head, ratio, back, overwrite):
     """Of queries that lie in a product of three, as the op has them."""
     heads, width, rows = 3, 12, rows_of(ratio)
     m = N if rows is None else rows.shape[0] // SAMPLES
     x, *_ = randn(SAMPLES, m, 3, heads, width).permute(2, 0, 3, 1, 4)
     rope = randn(*([heads] if by_head else []), N, 2 * width)
     expected = (rotate_backward if back else rotate)(x, rope, rows, half)
-    found = rotated(launch, x, rope, rows, half, back)
+    found = rotated(launch, x, rope, rows, half, back, overwrite)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert (found.data_ptr() == x.data_ptr()) == overwrite
 
 
 def test_the_kernel_knows_activations_by_the_names_of_the_registry():
@@ -270,13 +283,14 @@ def test_norm_backward_middle(ratio, weight, kind, scale):
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 @pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("residual", [False, True])
-def test_norm_backward_input_of_all_rows(residual, affine, kind):
+@pytest.mark.parametrize("residual, overwrite", [(False, False), (False, True), (True, False)])
+def test_norm_backward_input_of_all_rows(residual, overwrite, affine, kind):
     x, norm = randn(SAMPLES * N, C), norm_of(affine, kind)
     n, dn, base = norm_again(x, *norm, None), randn(*x.shape), randn(*x.shape) if residual else None
 
     def run(steps):
-        return (steps.norm_backward_input(dn, n, norm, x.dtype, base=base, norm_total="norm"),)
+        more = {"base": base, "norm_total": "norm", "overwrite": overwrite}
+        return (steps.norm_backward_input(dn.clone(), n, norm, x.dtype, **more),)
 
     check_norm(run, 2 * C, kind, affine)
 
@@ -338,14 +352,15 @@ B, SIDE, WIDTH, HEADS = 2, 6, 48, 3
 @pytest.mark.parametrize("scope", ["branch", "block"])
 @pytest.mark.parametrize("rule", ["query", "qkv", "exact"])
 @pytest.mark.parametrize("ratio", [1.0, 0.3])
-@pytest.mark.parametrize("op", ["block", "post-norm block", "attention", "mlp", "convnext"])
+@pytest.mark.parametrize("op", ["block", "post-norm block", "attention", "mlp", "inner-norm mlp", "convnext"])
 def test_ops_take_the_same_gradients_from_the_kernels(op, ratio, rule, scope, recompute):
     """Float32, whole ops: this is what the arguments of each step are."""
-    if op in ("mlp", "convnext") and rule != "query":
+    if op in ("mlp", "inner-norm mlp", "convnext") and rule != "query":
         pytest.skip("has no attention")
     x = randn(B, SIDE * SIDE, WIDTH).requires_grad_()
     p1 = on_device(attention_params(WIDTH, HEADS, dtype=torch.float32))
     p2 = on_device(mlp_params(WIDTH, 2 * WIDTH, dtype=torch.float32))
+    gate = on_device(mlp_params(WIDTH, 2 * WIDTH, gated=True, inner_norm=True, dtype=torch.float32))
     post1, post2 = post_norm(p1), post_norm(p2)
     rows, spec = kept_rows(B, SIDE * SIDE, ratio), AttentionSpec(HEADS, 0.25, rule=RULES[rule])
     weight = RowWeight(1 / ratio, 1) if scope == "branch" else None
@@ -359,11 +374,27 @@ def test_ops_take_the_same_gradients_from_the_kernels(op, ratio, rule, scope, re
         "post-norm block": lambda: transformer_block(x, rows, post1, post[0], post2, post[1], **factors),
         "attention": lambda: attention_branch(x, rows, p1, spec, factor=factor, options=options),
         "mlp": lambda: mlp_branch(x, rows, p2, factor=factor, options=options),
+        "inner-norm mlp": lambda: mlp_branch(
+            x, rows, gate, MLPSpec(act=GATED + "silu", inner_norm=Norm()), factor=factor, options=options
+        ),
         "convnext": lambda: mlp_branch(x, rows, p2, factor=factor, residual=False, options=options),
     }[op]
     blocks = {"block": (x, *p1, *p2), "post-norm block": (x, *post1, *post2)}
-    leaves = {**blocks, "attention": (x, *p1)}.get(op, (x, *p2))
+    leaves = {**blocks, "attention": (x, *p1), "inner-norm mlp": (x, *gate)}.get(op, (x, *p2))
     compare(run, leaves)
+
+
+@pytest.mark.parametrize("act, inner_norm", [("gelu", None), (GATED + "silu", None), (GATED + "silu", Norm())])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_halves_leave_the_totals_of_all_rows(recompute, act, inner_norm, monkeypatch):
+    monkeypatch.setattr(mlp, "PART", 1)
+    for device in (WithKernels, WithoutKernels):
+        monkeypatch.setattr(device, "capturing", lambda self: True)
+    x = randn(B, SIDE * SIDE, WIDTH).requires_grad_()
+    gated = act.startswith(GATED)
+    p = on_device(mlp_params(WIDTH, 2 * WIDTH, gated=gated, inner_norm=bool(inner_norm), dtype=torch.float32))
+    spec, options = MLPSpec(act=act, inner_norm=inner_norm), BackwardOptions(recompute=recompute)
+    compare(lambda: mlp_branch(x, None, p, spec, options=options), (x, *p))
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.3])

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from torchsbp.ops import reference
+from torchsbp.ops import layers, mlp, reference
 from torchsbp.ops.activations import ACTIVATIONS, GATED
+from torchsbp.ops.device import Device
 from torchsbp.ops.layers import NO_NORM, BackwardOptions, Norm
 from torchsbp.ops.mlp import MLPParams, MLPSpec, mlp_branch
 from torchsbp.ops.rows import RowWeight
@@ -74,6 +75,50 @@ def test_gates_and_inner_norms_equal_reference(act, inner_norm, recompute):
     assert_same_gradients(gradients(ours, dy, (x, *p)), gradients(theirs, dy, (x, *p)))
 
 
+@pytest.mark.parametrize("frozen", ["", "weight1", "value_weight"])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_the_layers_of_a_gate_may_be_apart(recompute, frozen):
+    x, dy, p = inputs(gated=True)
+    a, b = (part.detach().requires_grad_() for part in p.weight1.chunk(2))
+    p = p._replace(weight1=a, value_weight=b)
+    if frozen:
+        getattr(p, frozen).requires_grad_(False)
+    rows, spec = kept_rows(B, N, 0.5), MLPSpec(act=GATED + "silu")
+    ours = mlp_branch(x, rows, p, spec, options=BackwardOptions(recompute=recompute))
+    theirs = reference.mlp_branch(x, rows, p, spec)
+    assert torch.equal(ours, theirs)
+    assert_same_gradients(gradients(ours, dy, (x, *p)), gradients(theirs, dy, (x, *p)))
+
+
+@pytest.mark.parametrize("frozen", ["", "weight1", "weight2"])
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("act, inner_norm", [("gelu", None), (GATED + "silu", None), (GATED + "silu", Norm())])
+@pytest.mark.parametrize("ratio", [1.0, 0.25])
+def test_a_backward_pass_in_halves_equals_reference(ratio, act, inner_norm, recompute, frozen, monkeypatch):
+    monkeypatch.setattr(mlp, "PART", 1)
+    monkeypatch.setattr(Device, "capturing", lambda self: True)
+    x, dy, p = inputs(gated=act.startswith(GATED), inner_norm=inner_norm is not None)
+    if frozen:
+        getattr(p, frozen).requires_grad_(False)
+    rows, spec = kept_rows(B, N, ratio), MLPSpec(act=act, inner_norm=inner_norm)
+    ours = mlp_branch(x, rows, p, spec, options=BackwardOptions(recompute=recompute))
+    theirs = reference.mlp_branch(x, rows, p, spec)
+    assert_same_gradients(gradients(ours, dy, (x, *p)), gradients(theirs, dy, (x, *p)))
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_an_inner_norm_in_parts_has_the_same_bits(kind, monkeypatch):
+    x, _, p = inputs(gated=True, inner_norm=True)
+    p = MLPParams(*(None if t is None else t.float() for t in p))
+    p = p if kind == "layer" else p._replace(inner_norm_bias=None)
+    spec = MLPSpec(act=GATED + "silu", inner_norm=Norm(kind=kind))
+    monkeypatch.setattr(layers, "PART", 5 * HIDDEN)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = mlp_branch(x.float(), None, p, spec)
+        theirs = reference.mlp_branch(x.float(), None, p, spec)
+    assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("scope", ["branch", "block"])
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
@@ -121,7 +166,10 @@ def test_weight_scale_multiplies_weight_gradients_only():
         assert a is b is None or torch.equal(4 * a, b)
 
 
-@pytest.mark.parametrize("frozen", [name for name in MLPParams._fields if "post_norm" not in name])
+ABSENT = ("post_norm_weight", "post_norm_bias", "value_weight")
+
+
+@pytest.mark.parametrize("frozen", [name for name in MLPParams._fields if name not in ABSENT])
 def test_frozen_parameter_gets_no_gradient_and_the_others_keep_theirs(frozen):
     x, dy, p = inputs(inner_norm=True)
     rows, spec = kept_rows(B, N, 0.5), MLPSpec(inner_norm=Norm())
@@ -129,7 +177,7 @@ def test_frozen_parameter_gets_no_gradient_and_the_others_keep_theirs(frozen):
     getattr(p, frozen).requires_grad_(False)
     ours = gradients(mlp_branch(x, rows, p, spec), dy, (x, *p))
     for name, a, b in zip(("x", *p._fields), ours, everything, strict=True):
-        if name == frozen or "post_norm" in name:
+        if name in (frozen, *ABSENT):
             assert a is None
         else:
             assert torch.allclose(a, b, rtol=1e-12, atol=0)

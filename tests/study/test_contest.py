@@ -3,20 +3,22 @@
 import numpy as np
 import pytest
 
-from torchsbp.study import contest, speed
+from torchsbp.study import contest, pool, speed
 from torchsbp.study.plan import Plan
+from torchsbp.study.training import Run
 
 from .commands import rows_of, study
 
 
 def test_a_contest_runs_resumes_and_draws_its_tables(data, tmp_path, capfd):
-    arms = "full;exact;mlp rows 0.25;down exact, rows 0.5"  # the last is not for ViTs; exact is full's twin
+    arms = "full;mlp rows 0.25;down exact, rows 0.5"  # the last is not for ViTs
     options = ["--models", "vit", "--arms", arms, "--epochs", "1,2"]
     assert study("contest", data, tmp_path, *options) == 0
     rows = rows_of("contest", tmp_path)
-    assert {(row["arm"], row["epochs"]) for row in rows if "done" in row} == {
+    assert {row["arm"] for row in rows if "done" in row} == {"full", "mlp rows 0.25"}
+    assert [(row["arm"], row["epoch"]) for row in rows if "accuracy" in row] == [
         ("full", 1), ("full", 2), ("mlp rows 0.25", 1), ("mlp rows 0.25", 2),
-    }  # fmt: skip
+    ]  # fmt: skip
     table = (tmp_path / "contest.md").read_text()
     assert "| vit | mlp rows 0.25 | 2 | " in table
     assert "No table at equal time" in table
@@ -34,6 +36,26 @@ def test_several_runs_at_once_are_processes_of_their_own(data, tmp_path):
     (mine,) = (row["loss"] for row in rows if row["arm"] == "full" and "loss" in row)
     assert study("contest", data, tmp_path / "here", *options[:-1], "0", "--arms", "full") == 0
     assert [row["loss"] for row in rows_of("contest", tmp_path / "here") if "loss" in row] == [pytest.approx(mine)]
+
+
+def test_a_process_takes_runs_of_one_arm_first(data, tmp_path):
+    options = ["--models", "vit", "--arms", "full;grid 0.5;mlp 0.5", "--epochs", "1", "--seeds", "2", "--jobs", "1"]
+    assert study("contest", data, tmp_path, *options) == 0
+    found = [(row["arm"], row["seed"]) for row in rows_of("contest", tmp_path) if "done" in row]
+    assert found == [(arm, seed) for arm in ("full", "grid 0.5", "mlp 0.5") for seed in (0, 1)]
+    left = [Run("vit", "full"), Run("vit", "mlp 0.5", seed=1), Run("vit", "mlp 0.5", seed=1, drop_path=0.0)]
+    assert pool.next_of(left, Run("vit", "mlp 0.5", drop_path=0.0)).drop_path == 0
+    assert pool.next_of(left, Run("swin", "full")).arm == "full"
+    assert [run.arm for run in left] == ["mlp 0.5"]
+
+
+def test_arms_begin_from_the_best_rate_so_far(data, tmp_path):
+    options = ["--models", "vit", "--epochs", "vit 1"]
+    assert study("contest", data, tmp_path, *options, "--arms", "full", "--lr", "0,3") == 0
+    assert study("contest", data, tmp_path, *options, "--arms", "full;grid 0.5", "--tuned", "--lr", "1,2") == 0
+    accuracy = {(row["arm"], row["lr"]): row["accuracy"] for row in rows_of("contest", tmp_path) if "accuracy" in row}
+    best = max((0, 3), key=lambda lr: accuracy["full", lr])
+    assert {lr for arm, lr in accuracy if arm == "grid 0.5"} == {best, 2 * best}
 
 
 def test_speed_is_measured_alone_with_all_arms(data, tmp_path):
@@ -70,9 +92,11 @@ def test_unknown_names_are_refused(data, tmp_path, capfd):
 
 
 def test_what_is_stopped_early_has_pairs():
+    """What is the same model as full's runs once."""
     found = contest.jobs(Plan(("vit", "convnext"), ("full", "exact", "mlp 0.5"), seeds=2))
-    assert [(run.model, run.arm) for run in found[:3]] == [("vit", "full"), ("convnext", "full"), ("vit", "mlp 0.5")]
-    assert {run.seed for run in found[3:]} == {1}
+    first = [("vit", "full"), ("convnext", "full"), ("vit", "exact"), ("convnext", "exact"), ("vit", "mlp 0.5")]
+    assert [(run.model, run.arm) for run in found[:5]] == first
+    assert [(run.arm, run.seed) for run in found[5:]] == [("full", 1), ("full", 1), ("mlp 0.5", 1)]
 
 
 def rows_by_hand():

@@ -101,6 +101,7 @@ def test_images_are_normalised_and_padding_is_zero(tmp_path):
     trainer = Trainer(parse("train", [recipe(tmp_path)]), Processes(torch.device("cpu")))
     batch = next(trainer.batches())
     ready = trainer.task.prepare(batch, training=True)
+    assert ready.sizes is batch.sizes  # on the CPU, where the heads read them
     for image, pixels, (height, width) in zip(ready.images, batch.images, batch.sizes.tolist(), strict=True):
         assert not image[:, height:].any()
         assert not image[:, :, width:].any()

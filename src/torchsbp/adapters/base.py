@@ -92,6 +92,12 @@ class Plain(Description):
         return iter(())
 
 
+def untouched(module: nn.Module) -> bool:
+    """Whether a call of it runs its class's forward and nothing else."""
+    hooks = [hook for kind in HOOKS for hook in (getattr(module, kind) or {}).values()]
+    return "forward" not in vars(module) and not any(map(_acts, hooks))
+
+
 def _acts(hook: Any) -> bool:
     return getattr(hook, "__module__", "") not in RECORDERS
 

@@ -13,11 +13,12 @@ import torch
 
 from ..errors import DataError, UsageError
 from ..report.sheet import sheet
-from ..study import STUDIES, pool, results
+from ..study import STUDIES, contest, pool, results
 from ..study.arms import ARMS
+from ..study.data import Data
 from ..study.models import MODELS, SIZES
 from ..study.plan import Plan
-from ..study.training import Data, Place, Row, Settings, trained
+from ..study.training import Place, Row, Settings, trained
 
 PURPOSE = "small experiments: ways to take gradients, against each other"
 
@@ -27,26 +28,29 @@ def run(argv: list[str]) -> None:
     (along training), similarity (of neighbours), accuracy (over grids), masks. Ours: contest (accuracy at equal epochs
     and at equal time), and speed, which it needs."""
     args = arguments(argv)
-    for what, given, known in (("models", args.models, MODELS), ("arms", args.arms, ARMS)):
+    asked = (("models", (*args.models, *filter(None, args.epochs)), MODELS), ("arms", args.arms, ARMS))
+    for what, given, known in asked:
         unknown = [name for name in given if name not in known]
         if unknown:
             raise UsageError(f"unknown {what}: {'; '.join(unknown)}; allowed: {'; '.join(known)}")
     study = STUDIES[args.name]
     if study.needs_data and not (args.data and args.data.is_file()):
         raise DataError(f"{args.data} is not a file; --data is an .npz file with x_train, y_train, x_test, y_test")
-    plan = Plan(args.models, args.arms, args.seeds, args.epochs, args.lr, args.drop_path)
-    settings = Settings(args.batch, compile=not args.eager, size=args.size, masks=args.masks, images=args.images)
+    best = contest.tuned(results.read(args.out)) if args.tuned else {}
+    plan = Plan(args.models, args.arms, args.seeds, args.epochs, args.lr, args.drop_path, best)
+    settings = Settings(
+        args.batch, compile=not args.eager, capture=not args.uncaptured, size=args.size, masks=args.masks,
+        images=args.images,
+    )  # fmt: skip
     place = Place(args.data, args.out)
     args.out.mkdir(parents=True, exist_ok=True)
     left = not_done(args.name, study.jobs(plan), settings, args.out)
     if study.at_trained_weights and left:
         for model in dict.fromkeys(its.model for its in left):
-            trained(model, settings, Data.load(args.data, settings.images), args.out, max(plan.epochs))
+            trained(model, settings, Data.load(args.data, settings.images), args.out, plan.lengths(model)[-1])
     about = {"study": args.name, "settings": asdict(settings), **machine()}
     with (args.out / f"{args.name}.jsonl").open("a", encoding="utf-8") as file:
-        for row in pool.execute(
-            study.work, left, settings, place, min(1, args.jobs) if study.alone else args.jobs, args.seconds
-        ):
+        for row in pool.execute(study.work, left, settings, place, args.jobs, args.seconds):
             print(json.dumps(about | row), file=file, flush=True)
             print(told(row), flush=True)
     print(written(args.name, args.out))
@@ -107,12 +111,18 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--models", type=listed(",", str), default=("vit", "convnext"), help=f"of {', '.join(MODELS)}")
     parser.add_argument("--arms", type=listed(";", str), default=(), help=f"of {'; '.join(ARMS)}", metavar="ARM;ARM")
-    parser.add_argument("--epochs", type=listed(",", int), default=(40,), help="a contest trains for each of them")
+    parser.add_argument(
+        "--epochs", type=by_model, default={}, metavar="N,N | MODEL N,N;MODEL N,N",
+        help="a contest trains for each of them (40)",
+    )  # fmt: skip
     parser.add_argument(
         "--lr", type=listed(",", float), default=(1.0,), help="times each model's own; a contest tries all"
     )
     parser.add_argument(
-        "--drop-path", type=listed(",", float), default=(0.1,), help="stochastic depth; a contest tries all"
+        "--drop-path", type=listed(",", float), default=(), help="stochastic depth (0.1); a contest tries all"
+    )
+    parser.add_argument(
+        "--tuned", action="store_true", help="begin from what suits each arm best so far: --lr multiplies that"
     )
     parser.add_argument("--seeds", type=int, default=1, help="how many")
     parser.add_argument("--batch", type=int, default=defaults.batch)
@@ -122,6 +132,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         "--size", choices=SIZES, default=defaults.size, help="of the models: small for a CPU, toy for a test"
     )
     parser.add_argument("--eager", action="store_true", help="do not compile")
+    parser.add_argument("--uncaptured", action="store_true", help="steps are not CUDA graphs")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once; 0: one after the other, in this process")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for everything: then it ends")
     return parser.parse_args(argv)
@@ -129,6 +140,12 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 
 def listed(separator: str, kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     return lambda text: tuple(kind(name.strip()) for name in text.split(separator) if name.strip())
+
+
+def by_model(text: str) -> dict[str, tuple[int, ...]]:
+    """ "10,20" -> {"": (10, 20)}; "vit 20;convnext 10" -> {"vit": (20,), "convnext": (10,)}"""
+    parts = [part.split() for part in text.split(";") if part.strip()]
+    return {" ".join(words[:-1]): listed(",", int)(words[-1]) for words in parts}
 
 
 def machine() -> dict[str, str]:

@@ -8,6 +8,7 @@ from torch import nn
 from ..adapters import find_backbones
 from ..config import KeepRatio, SBPConfig, configured
 from ..errors import UsageError
+from ..memory.peak import peak_bytes
 from ..patching.apply import apply, set_step
 from ..patching.entry import entries
 from ..patching.survey import nothing_found
@@ -68,7 +69,7 @@ class Patcher:
         values = {"sbp/keep_ratio": sum(ratios) / len(ratios)}
         device = device_of(model)
         if device.type == "cuda":
-            values["sbp/peak_memory_mib"] = torch.cuda.max_memory_allocated(device) / 2**20
+            values["sbp/peak_memory_mib"] = peak_bytes(device) / 2**20
         return values
 
 

@@ -43,8 +43,9 @@ class Estimate:
 
     ``saved`` is what each block saves for backward, ``parts`` the same by the parts of a block ("" is the block's own
     function), ``saved_elsewhere`` what other layers save. At the peak, some of it is freed and some gradients exist:
-    ``saved_at_peak``, ``gradients_at_peak``; ``short_lived`` is what else is alive then. ``libraries`` is workspace
-    that cuBLAS holds. ``covers`` names the part of the model that was traced, "" for the whole model.
+    ``saved_at_peak``, ``gradients_at_peak``; ``short_lived`` is what else is alive then. ``graphs`` is what the CUDA
+    graphs of small backward passes hold, ``libraries`` workspace that cuBLAS holds. ``covers`` names the part of the
+    model that was traced, "" for the whole model.
     """
 
     config: str
@@ -55,6 +56,7 @@ class Estimate:
     gradients: int
     optimizer: int
     input: int
+    graphs: int
     libraries: int
     saved: dict[str, int]
     parts: SavedByPart
@@ -84,6 +86,7 @@ class Estimate:
             ("input", self.input, self.input),
             ("saved activations", self.saved_bytes, self.saved_at_peak),
             ("short-lived", None, self.short_lived),
+            ("CUDA graphs", self.graphs, self.graphs),
             ("libraries", self.libraries, self.libraries),
         ]
 
@@ -224,6 +227,7 @@ def trace(
     if gradients_bytes > peak:  # those of the part that was not traced are more
         peak, saved_at_peak, gradients_at_peak, peak_at = gradients_bytes, 0, gradients_bytes, "in the update"
     parameters = sum(t.nbytes for t in static[:-1])
+    graphs = simulated.held(live.pool)
     libraries = simulated.CUBLAS if device == "cuda" else 0
     parts = by_block(saved.by_module, blocks)
     elsewhere = sum(parts.pop("").values())
@@ -236,6 +240,7 @@ def trace(
         gradients=gradients_bytes,
         optimizer=0,
         input=x.nbytes,
+        graphs=graphs,
         libraries=libraries,
         saved={name: sum(part.values()) for name, part in parts.items()},
         parts=parts,
@@ -243,7 +248,7 @@ def trace(
         saved_at_peak=saved_at_peak,
         gradients_at_peak=gradients_at_peak,
         short_lived=peak - saved_at_peak - gradients_at_peak,
-        peak=peak + parameters + x.nbytes + libraries,
+        peak=peak + parameters + x.nbytes + graphs + libraries,
         peak_at=peak_at,
         covers=covers,
     )

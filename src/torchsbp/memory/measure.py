@@ -13,6 +13,7 @@ from ..adapters.blocks import blocks_of
 from ..errors import UsageTypeError, expect, shown
 from .checks import PRECISIONS, precision_name
 from .estimate import Config, Model, build, default_loss, input_for, prepared, saved_lines
+from .peak import peak_bytes
 from .saved import Saved, SavedByPart, by_block
 from .sizes import mib
 
@@ -29,8 +30,8 @@ class Measurement:
     """The memory of one step, in bytes.
 
     ``saved``, ``parts`` and ``saved_elsewhere`` are what the blocks and other layers save for backward, as in
-    ``Estimate``. On CUDA ``before`` is what was allocated when the step began, ``peak`` the most that was allocated and
-    ``reserved`` the most that the allocator held; None on CPU.
+    ``Estimate``. On CUDA ``before`` is what was allocated when the step began, ``peak`` the most that was allocated or
+    held by CUDA graphs, and ``reserved`` the most that the allocator held; None on CPU.
     """
 
     device: str
@@ -61,14 +62,15 @@ class Measurement:
 def measure(model: nn.Module, step: Callable[[], object]) -> Measurement:
     """Measure a training step: ``step()`` runs forward and backward of the model, and the optimizer if you like.
 
-    It is called once on CPU; on CUDA three times, so that what a first step allocates for good (optimizer state,
-    workspace) is there: to warm up, to count what is saved, and for the peak.
+    It is called once on CPU; on CUDA four times, so that what the first steps allocate for good (optimizer state,
+    workspace, CUDA graphs) is there: twice to warm up, to count what is saved, and for the peak.
     """
     expect("model", model, nn.Module, "a torch.nn.Module, whose step is measured")
     if not callable(step):
         raise UsageTypeError(f"step={shown(step)} can't be called; allowed: a function that runs forward and backward")
     on_cuda = any(p.is_cuda for p in model.parameters())
     if on_cuda:
+        step()
         step()
     saved = Saved(model)
     with saved:
@@ -86,7 +88,7 @@ def measure(model: nn.Module, step: Callable[[], object]) -> Measurement:
     torch.cuda.reset_peak_memory_stats()
     step()
     torch.cuda.synchronize()
-    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    peak, reserved = peak_bytes(), torch.cuda.max_memory_reserved()
     return Measurement(torch.cuda.get_device_name(), counted, parts, elsewhere, before, peak, reserved)
 
 

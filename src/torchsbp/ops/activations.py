@@ -14,16 +14,22 @@ aten = torch.ops.aten
 
 
 class Activation(NamedTuple):
-    """``y = forward(x)``, ``dx = backward(dy, x)``, and the qualified names of the classes of modules that are it."""
+    """``y = forward(x)``, ``dx = backward(dy, x)``, and the qualified names of the classes of modules that are it.
+    ``over`` is forward in little memory: x is lost, y may be in its place."""
 
     name: str
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
     modules: tuple[str, ...]
+    over: Callable[[Tensor], Tensor] | None = None
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
+
+
+def gelu_tanh_over(x: Tensor) -> Tensor:
+    return aten.gelu_(x, approximate="tanh")
 
 
 def gelu_tanh_backward(dy: Tensor, x: Tensor) -> Tensor:
@@ -32,6 +38,10 @@ def gelu_tanh_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 def quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
+
+
+def quick_gelu_over(x: Tensor) -> Tensor:
+    return x.mul_((1.702 * x).sigmoid_())
 
 
 def quick_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
@@ -55,26 +65,30 @@ ACTIVATIONS = {
                 "timm.layers.activations.GELU",
                 "transformers.activations.GELUActivation",
             ),
+            aten.gelu_,
         ),
         Activation(
             "gelu_tanh",
             gelu_tanh,
             gelu_tanh_backward,
             ("timm.layers.activations.GELUTanh", "transformers.activations.GELUTanh"),
+            gelu_tanh_over,
         ),
         Activation(
             "quick_gelu",
             quick_gelu,
             quick_gelu_backward,
             ("timm.layers.activations.QuickGELU", "transformers.activations.QuickGELUActivation"),
+            quick_gelu_over,
         ),
         Activation(
             "silu",
             F.silu,
             aten.silu_backward,
             ("torch.nn.modules.activation.SiLU", "transformers.activations.SiLUActivation"),
+            aten.silu_,
         ),
-        Activation("relu", F.relu, relu_backward, ("torch.nn.modules.activation.ReLU",)),
+        Activation("relu", F.relu, relu_backward, ("torch.nn.modules.activation.ReLU",), torch.relu_),
     )
 }
 
@@ -88,16 +102,26 @@ def activation_named(name: str) -> Activation:
     return gated(ACTIVATIONS[name.removeprefix(GATED)]) if name.startswith(GATED) else ACTIVATIONS[name]
 
 
+def activate(h: Tensor, name: str, overwrite: bool) -> Tensor:
+    """The activation of that name, in little memory if h may be overwritten."""
+    act = activation_named(name)
+    return act.forward(h) if act.over is None or not overwrite or torch.compiler.is_compiling() else act.over(h)
+
+
 def gated(act: Activation) -> Activation:
     def forward(x: Tensor) -> Tensor:
         a, b = x.chunk(2, -1)
         return act.forward(a) * b
 
+    def over(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return act.forward(a).mul_(b)
+
     def backward(dy: Tensor, x: Tensor) -> Tensor:
         a, b = x.chunk(2, -1)
         return torch.cat([act.backward(dy * b, a), dy * act.forward(a)], -1)
 
-    return Activation(GATED + act.name, forward, backward, ())
+    return Activation(GATED + act.name, forward, backward, (), over)
 
 
 def activation_of(module: nn.Module) -> str | None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import rows as R
+from .captured import captured_backward, captured_forward
 from .device import device_of, weight_gradient
 from .heads import (
     QKV,
@@ -38,6 +39,7 @@ from .layers import (
     BackwardOptions,
     Grad,
     Normed,
+    apart,
     autocast_dtype,
     cast,
     norm,
@@ -48,7 +50,7 @@ from .layers import (
 from .named import Needs, split
 from .once import once
 from .output import OutputProducts, attention_output, output_backward
-from .steps import Affine, Cotangent, Steps
+from .steps import Affine, Steps
 from .window_attention import NO_WINDOWS, Cut, Padding, all_slots
 
 
@@ -135,13 +137,14 @@ def attention_saved(
 
 def attention_columns(p: AttentionParams, spec: AttentionSpec) -> int:
     """Of the totals of the branch: "attention_output", "attention_qkv", "attention_norm_weight", "…_norm_bias"."""
-    width, channels = p.qkv_weight.shape
-    return p.proj_weight.shape[0] + width + norm_columns(spec.norm, channels)
+    width = sum(weight.shape[0] for weight in p.qkv_weights)
+    return p.proj_weight.shape[0] + width + norm_columns(spec.norm, p.qkv_weight.shape[1])
 
 
 def attention_backward(
     steps: Steps,
-    dy: Cotangent,
+    do: Tensor,
+    output: OutputProducts,
     n: Normed,
     rows: R.Rows,
     saved: AttentionSaved,
@@ -151,16 +154,15 @@ def attention_backward(
     needs: Needs,
     cut: Cut,
 ) -> tuple[Tensor, Grad, AttentionProducts]:
-    """From the cotangent of queries and normalised ``x [B * m, C]``: its gradient, what to add to it at the query rows,
-    and the products for the weights.
+    """From the cotangent of queries' outputs (``output_backward``) and normalised ``x [B * m, C]``: its gradient, what
+    to add to it at the query rows, and the products for the weights.
 
-    Rows of ``dy``, ``o [B * k, H * D]`` and ``lse [B, H, k]`` are the queries; ``rows`` says which rows of x they are
+    Rows of ``do``, ``o [B * k, H * D]`` and ``lse [B, H, k]`` are the queries; ``rows`` says which rows of x they are
     (None: all of them, in order), ``n.y_kept`` has them. All rows of x are keys and values. Q, K, V are recomputed
     unless saved.
     """
-    weight, bias, proj_weight, _ = cast_weights
+    weight, bias, *_ = cast_weights
     samples, heads, width = saved.x.shape[0], spec.heads, weight.shape[0] // 3
-    do, output = output_backward(dy, saved.o, proj_weight, p, spec, needs)
     n_q = n.y_kept
     if saved.q is not None:
         qkv = QKV(saved.q, saved.k, saved.v)
@@ -174,17 +176,19 @@ def attention_backward(
     do, o = to_heads(do, samples, heads), to_heads(saved.o, samples, heads)
     if cut.places is not None:
         p = p._replace(qkv_bias=bias)
-    dqkv, of_heads = attend_normalised_backward(do, qkv, o, saved.lse, saved.rows, cut, p, spec, needs)
+    dqkv, of_heads = attend_normalised_backward(
+        do, qkv, o, saved.lse, saved.rows, cut, p, spec, needs, overwrite=saved.q is None
+    )
     del qkv, do, o
     dq, dk, dv = (cast(g.transpose(1, 2).reshape(-1, width), n.y.dtype) for g in dqkv)
     del dqkv
 
     if rows is None:
         d = steps.stack(dq, dk, dv, total="attention_qkv")
-        dw = weight_gradient(d, n.y, p.qkv_weight, needs.qkv_weight)
+        dw = weight_gradient(d, n.y, p.qkv_weight, any(needs.qkv_weights))
         return d @ weight, None, AttentionProducts(dw, output, of_heads)
     d, dw = steps.stack(dk, dv, apart=dq, total="attention_qkv"), None
-    if needs.qkv_weight:
+    if any(needs.qkv_weights):
         dw = device_of(d).weight_gradient(p.qkv_weight, (dq, n_q), (d, n.y))
     of_q, of_kv = weight.split_with_sizes((width, 2 * width))
     return d @ of_kv, dq @ of_q, AttentionProducts(dw, output, of_heads)
@@ -192,7 +196,8 @@ def attention_backward(
 
 def attention_input_backward(
     steps: Steps,
-    dy: Cotangent,
+    do: Tensor,
+    output: OutputProducts,
     saved: AttentionSaved,
     cast_weights: AttentionWeights,
     p: AttentionParams,
@@ -210,7 +215,7 @@ def attention_input_backward(
     x_rows = None if spec.rule.key_rows else saved.rows  # which rows of the saved x are the kept ones
     affine = Affine(p.norm_weight, p.norm_bias, spec.norm)
     n = steps.normalise(R.flat(saved.x), affine, spec.dtype, after=base, kept=x_rows, inverse=saved.inverse)
-    dn, dn_kept, products = attention_backward(steps, dy, n, x_rows, saved, cast_weights, p, spec, needs, cut)
+    dn, dn_kept, products = attention_backward(steps, do, output, n, x_rows, saved, cast_weights, p, spec, needs, cut)
     dx = steps.norm_backward_input(
         dn, n, affine, dtype, rows=saved.rows, inverse=saved.inverse, size=base.shape[0],
         dn_kept=dn_kept, kept=kept, base=base, gated=scope == "block", norm_total="attention_norm",
@@ -223,10 +228,11 @@ def attention_gradients(products: AttentionProducts, totals: dict[str, Tensor], 
     heads, (product, dw_inner, db_inner, post) = products.heads, products.output
     total = totals["attention_output"] if post.total is None else post.total
     last = device_of(p.proj_weight).last_layer(product, total, p.proj_weight, p.proj_bias, p.scale)
+    dq, dk, dv = (*apart(products.qkv_weight, p.qkv_weights), None, None)[:3]
     return AttentionParams(
         norm_weight=totals.get("attention_norm_weight"),
         norm_bias=totals.get("attention_norm_bias"),
-        qkv_weight=products.qkv_weight,
+        qkv_weight=dq,
         qkv_bias=with_padding(totals["attention_qkv"], heads.padding),
         q_norm_weight=heads.q_norm_weight,
         q_norm_bias=heads.q_norm_bias,
@@ -241,6 +247,8 @@ def attention_gradients(products: AttentionProducts, totals: dict[str, Tensor], 
         post_norm_bias=post.bias,
         score_bias=heads.score_bias,
         rope=heads.rope,
+        k_weight=dk,
+        v_weight=dv,
     )
 
 
@@ -273,14 +281,14 @@ class Sampled(NamedTuple):
 
 class _AttentionBranch(torch.autograd.Function):
     @staticmethod
+    @captured_forward
     def forward(ctx: Any, *flat: Any) -> Tensor:
         (x, rows, inverse, heads, factor, spec, options), cut, p = split(flat, AttentionInputs, Cut, AttentionParams)
         weights = AttentionWeights(*device_of(x).cast(spec.dtype, *attention_weights(p)))
         o, lse, qkv = attention_forward(x, p, weights, spec, cut)
         saved = attention_saved(x, o, lse, qkv, rows, inverse, heads, spec, options.recompute)
         ctx.save_for_backward(*saved, *Sampled(heads, factor), *cut, *p)
-        ctx.spec, ctx.dtype = spec, x.dtype
-        ctx.options = options
+        ctx.static = spec, options, x.dtype
         y = attention_output(o, p, weights, spec)
         if factor is not None:
             y = y * factor.view(-1, 1, 1)
@@ -288,25 +296,28 @@ class _AttentionBranch(torch.autograd.Function):
 
     @staticmethod
     @once
+    @captured_backward
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        # Read once: checkpointing unpacks each tensor a single time.
         saved, (heads, factor), cut, p = split(ctx.saved_tensors, AttentionSaved, Sampled, Cut, AttentionParams)
         _, _, needs = split(ctx.needs_input_grad, AttentionInputs, Cut, AttentionParams)
-        spec, dtype, shape, dy = ctx.spec, saved.o.dtype, dy.shape, R.flat(dy)
+        spec, options, x_dtype = ctx.static
+        dtype, shape, dy = saved.o.dtype, dy.shape, R.flat(dy)
         kept_p, kept_spec = (p, spec) if heads is None else select_heads(p, spec, heads)
         device = device_of(saved.x)
         steps = device.steps(saved.x, attention_columns(kept_p, spec))
-        weight = ctx.options.row_weight
+        weight = options.row_weight
         kept_dy = steps.cotangent(
             dy, saved.rows, factor, p.scale, shape[0], dtype, total="attention_output", weight=weight
         )
         cast_weights = AttentionWeights(*device.cast(dtype, *attention_weights(kept_p)[:3]))
+        do, output = output_backward(kept_dy, saved.o, cast_weights.proj_weight, kept_p, kept_spec, needs)
+        del kept_dy
         dx, products = attention_input_backward(
-            steps, kept_dy, saved, cast_weights, kept_p, kept_spec, needs,
-            kept=None, base=dy, scope=ctx.options.scope, dtype=ctx.dtype, cut=cut,
+            steps, do, output, saved, cast_weights, kept_p, kept_spec, needs,
+            kept=None, base=dy, scope=options.scope, dtype=x_dtype, cut=cut,
         )  # fmt: skip
         grads = attention_gradients(products, steps.totals(), kept_p)
         if heads is not None:
             grads = scatter_heads(grads, p, spec, heads)
-        found = parameter_gradients(grads, p, needs, ctx.options.weight_scale)
+        found = parameter_gradients(grads, p, needs, options.weight_scale)
         return *AttentionInputs(dx.view(shape)), *NO_WINDOWS, *found

@@ -19,6 +19,7 @@ from .attention import (
     attention_input_backward,
     attention_saved,
 )
+from .captured import captured_backward, captured_forward
 from .device import device_of
 from .heads import AttentionParams, AttentionSpec, AttentionWeights, attention_weights
 from .layers import BackwardOptions, Grad, Normed, autocast_dtype, parameter_gradients
@@ -28,15 +29,14 @@ from .mlp import (
     MLPWeights,
     mlp_backward,
     mlp_columns,
+    mlp_forward,
     mlp_gradients,
-    mlp_hidden,
     mlp_norm,
-    mlp_output,
     mlp_weights,
 )
 from .named import split
 from .once import once
-from .output import attention_last, attention_output
+from .output import attention_last, attention_output, output_backward
 from .steps import Affine, Steps
 from .window_attention import NO_WINDOWS, Cut, all_slots
 
@@ -90,6 +90,7 @@ class BlockSaved(NamedTuple):
 
 class _TransformerBlock(torch.autograd.Function):
     @staticmethod
+    @captured_forward
     def forward(ctx: Any, *flat: Any) -> Tensor:
         inputs, cut, p1, p2 = split(flat, BlockInputs, Cut, AttentionParams, MLPParams)
         x, rows, inverse, factor1, factor2, spec1, spec2, options = inputs
@@ -102,38 +103,38 @@ class _TransformerBlock(torch.autograd.Function):
         weights1, weights2 = split(weights, AttentionWeights, MLPWeights)
         o, lse, qkv = attention_forward(x, p1, weights1, spec1, cut)
         saved = attention_saved(x, o, lse, qkv, kept, place, None, spec1, options.recompute)
+        del lse, qkv  # what is not saved: the MLP needs the room
         y = attention_output(o, p1, weights1, spec1)
+        del o
         x = x + (y if factor1 is None else y * factor1.view(-1, 1, 1))
-        h = mlp_hidden(x, p2, weights2, spec2)
-        kept_h = None if options.recompute else device.save_rows(h, rows)
-        y = mlp_output(h, p2, weights2, spec2)
+        del y
+        y, kept_h = mlp_forward(x, rows, p2, weights2, spec2, options.recompute)
         ctx.save_for_backward(*saved, *BlockSaved(rows, inverse, kept_h, factor1, factor2), *cut, *p1, *p2)
-        ctx.attention_spec, ctx.mlp_spec, ctx.dtype = spec1, spec2, x.dtype
-        ctx.options = options
+        ctx.static = spec1, spec2, options, x.dtype
         y = y if factor2 is None else y * factor2.view(-1, 1, 1)
         return x + y if len(shape) == 3 else x.view(shape) + y.view(shape)  # FSDP warns of modules that return a view
 
     @staticmethod
     @once
+    @captured_backward
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        # Read once: checkpointing unpacks each tensor a single time.
         parts = AttentionSaved, BlockSaved, Cut, AttentionParams, MLPParams
         saved, more, cut, p1, p2 = split(ctx.saved_tensors, *parts)
         _, _, needs1, needs2 = split(ctx.needs_input_grad, BlockInputs, Cut, AttentionParams, MLPParams)
         rows, inverse, h, factor1, factor2 = more
-        spec1, spec2 = ctx.attention_spec, ctx.mlp_spec
+        spec1, spec2, options, x_dtype = ctx.static
         shape, samples, dtype, dy = dy.shape, dy.shape[0], saved.o.dtype, R.flat(dy)
         device = device_of(saved.x)
         steps = device.steps(saved.x, mlp_columns(p2, spec2) + attention_columns(p1, spec1))
 
-        weight = ctx.options.row_weight
+        weight = options.row_weight
         kept_dy = steps.cotangent(dy, rows, factor2, p2.scale, samples, dtype, total="mlp_output", weight=weight)
         weights = device.cast(dtype, *attention_weights(p1), *mlp_weights(p2)[:3], None)
         weights1, weights2 = split(weights, AttentionWeights, MLPWeights)
         affine = mlp_norm(p2, spec2)
         middle = middle_again(steps, saved, rows, weights1, p1, spec1, factor1, affine, dy)
         dn, products2 = mlp_backward(steps, kept_dy, middle, h, weights2, p2, spec2, needs2)
-        del kept_dy
+        del kept_dy, weights, weights2
         d_middle: Grad = None
         if spec1.rule.query_rows:
             d_middle, kept_dy = steps.norm_backward_middle(
@@ -143,21 +144,23 @@ class _TransformerBlock(torch.autograd.Function):
         else:  # all rows go on
             dy = steps.norm_backward_input(
                 dn, middle, affine, dy.dtype, rows=rows, inverse=inverse, size=dy.shape[0],
-                base=dy, gated=ctx.options.scope == "block", norm_total="mlp_norm",
+                base=dy, gated=options.scope == "block", norm_total="mlp_norm",
             )  # fmt: skip
             kept_dy = steps.cotangent(dy, None, factor1, p1.scale, samples, dtype, total="attention_output")
         del middle, dn
+        do, output = output_backward(kept_dy, saved.o, weights1.proj_weight, p1, spec1, needs1)
+        del kept_dy
         dx, products1 = attention_input_backward(
-            steps, kept_dy, saved, weights1, p1, spec1, needs1,
-            kept=d_middle, base=dy, scope=ctx.options.scope, dtype=ctx.dtype, cut=cut,
+            steps, do, output, saved, weights1, p1, spec1, needs1,
+            kept=d_middle, base=dy, scope=options.scope, dtype=x_dtype, cut=cut,
         )  # fmt: skip
         totals = steps.totals()
         grads1, grads2 = attention_gradients(products1, totals, p1), mlp_gradients(products2, totals, p2)
         return (
             *BlockInputs(dx.view(shape)),
             *NO_WINDOWS,
-            *parameter_gradients(grads1, p1, needs1, ctx.options.weight_scale),
-            *parameter_gradients(grads2, p2, needs2, ctx.options.weight_scale),
+            *parameter_gradients(grads1, p1, needs1, options.weight_scale),
+            *parameter_gradients(grads2, p2, needs2, options.weight_scale),
         )
 
 

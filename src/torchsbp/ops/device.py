@@ -13,9 +13,10 @@ import torch.nn.attention
 from torch import Tensor
 
 from . import rows as R
+from .graphs import Pass, Tensors, run_pass
 from .kernel_steps import KernelSteps, keep_rows, rotated, scaled_last_layer, take_rows
 from .launch import launch
-from .layers import Grad, LastLayer, cast, last_layer_gradients
+from .layers import Grad, LastLayer, cast, last_layer_gradients, stacked
 from .rotary import rotate, rotate_backward
 from .steps import Steps
 from .window_attention import WindowAttention
@@ -37,17 +38,21 @@ class Device:
         """Attention in windows for such queries."""
         return WindowAttention()
 
-    def rotate(self, x: Tensor, rope: Tensor, rows: R.Rows, half: bool, back: bool = False) -> Tensor:
-        """Queries or keys turned by rotary embeddings, or their gradients turned back."""
+    def rotate(
+        self, x: Tensor, rope: Tensor, rows: R.Rows, half: bool, back: bool = False, overwrite: bool = False
+    ) -> Tensor:
+        """Queries or keys turned by rotary embeddings, or their gradients turned back; x may be overwritten if that is
+        said."""
         return (rotate_backward if back else rotate)(x, rope, rows, half)
 
     def steps(self, x: Tensor, columns: int) -> Steps:
         """The steps of a backward pass over rows like x's, whose totals have so many columns together."""
         return Steps(x, columns)
 
-    def cast(self, dtype: torch.dtype | None, *tensors: Grad) -> list[Any]:
-        """The tensors in the given precision, if one is given."""
-        return [t if t is None else cast(t, dtype) for t in tensors]
+    def cast(self, dtype: torch.dtype | None, *tensors: Grad | tuple[Tensor, ...]) -> list[Any]:
+        """The tensors in the given precision, if one is given; of a tuple one below the other."""
+        found = (stacked([cast(part, dtype) for part in t]) if isinstance(t, tuple) else t for t in tensors)
+        return [t if t is None else cast(t, dtype) for t in found]
 
     def weight_gradient(self, weight: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
         """``dW = dyᵀ x`` (Eq. 3) for 2-D dy and x, in the precision of the weight: of several pairs one below the
@@ -73,6 +78,14 @@ class Device:
             samples, heads, _ = lse.shape
             lse = R.take(lse.transpose(1, 2), rows).view(samples, -1, heads).transpose(1, 2)
         return kept_x, self.save_rows(o, rows), lse
+
+    def run_pass(self, run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
+        """A forward or backward pass of an op."""
+        return run(static, given)
+
+    def capturing(self) -> bool:
+        """Whether what runs now is recorded in a graph: launches cost little there, and memory is held."""
+        return False
 
     def inverse(self, rows: Tensor, size: int) -> Grad:
         """The inverse of kept rows among ``size`` rows, made once for all ops; None where the steps don't read it."""
@@ -111,10 +124,12 @@ class CUDA(Device):
         fits = self.has_triton and q.dtype != torch.float64 and not torch.are_deterministic_algorithms_enabled()
         return self.kernel_windows() if fits else WindowAttention()
 
-    def rotate(self, x: Tensor, rope: Tensor, rows: R.Rows, half: bool, back: bool = False) -> Tensor:
+    def rotate(
+        self, x: Tensor, rope: Tensor, rows: R.Rows, half: bool, back: bool = False, overwrite: bool = False
+    ) -> Tensor:
         if not (self.fits(x) and rope.dim() <= 3 and x.shape[1] * x.shape[3] <= WIDEST):
             return super().rotate(x, rope, rows, half, back)
-        return rotated(self.launch, x, rope, rows, half, back)
+        return rotated(self.launch, x, rope, rows, half, back, overwrite and not torch.compiler.is_compiling())
 
     def launch(self, kernel: str, grid: tuple[int, ...], **arguments: Any) -> None:
         """A kernel that is none of the steps'."""
@@ -131,22 +146,32 @@ class CUDA(Device):
         if len(pairs) == 1 or torch.compiler.is_compiling():
             products = [torch.mm(dy.t(), x, out_dtype=torch.float32) for dy, x in pairs]
             return products[0] if len(products) == 1 else torch.cat(products)
-        found = torch.empty_like(weight)
-        for (dy, x), place in zip(pairs, found.split_with_sizes([dy.shape[1] for dy, _ in pairs]), strict=True):
+        sizes = [dy.shape[1] for dy, _ in pairs]
+        found = weight.new_empty(sum(sizes), weight.shape[1])
+        for (dy, x), place in zip(pairs, found.split_with_sizes(sizes), strict=True):
             torch.mm(dy.t(), x, out_dtype=torch.float32, out=place)
         return found
 
-    def cast(self, dtype: torch.dtype | None, *tensors: Grad) -> list[Any]:
+    def cast(self, dtype: torch.dtype | None, *tensors: Grad | tuple[Tensor, ...]) -> list[Any]:
         """In one kernel."""
         if torch.compiler.is_compiling():
             return super().cast(dtype, *tensors)
-        others = [t for t in tensors if t is not None and dtype is not None and t.dtype != dtype]
-        if not others:
-            return list(tensors)
-        converted = [torch.empty_like(t, dtype=dtype) for t in others]
-        torch._foreach_copy_(converted, others)
-        given = iter(converted)
-        return [t if t is None or t.dtype == dtype else next(given) for t in tensors]
+        found: list[Any] = []
+        places: list[Tensor] = []
+        sources: list[Tensor] = []
+        for given in tensors:
+            first, *others = given if isinstance(given, tuple) else (given,)
+            if first is None or (not others and dtype in (None, first.dtype)):
+                found.append(first)
+                continue
+            sizes = [part.shape[0] for part in (first, *others)]
+            made = first.new_empty(sum(sizes), *first.shape[1:], dtype=dtype)
+            found.append(made)
+            places += made.split_with_sizes(sizes)
+            sources += first, *others
+        if places:
+            torch._foreach_copy_(places, sources)
+        return found
 
     def last_layer(self, product: Grad, total: Tensor, weight: Tensor, bias: Grad, scale: Grad) -> LastLayer:
         if product is None or scale is None or not self.has_triton or product.dtype == torch.float64:
@@ -167,6 +192,13 @@ class CUDA(Device):
         if rows is None or torch.compiler.is_compiling() or not (self.fits(x) and self.fits(o)):
             return super().save_attention(x, o, lse, rows, dtype, x_rows)
         return keep_rows(self.launch, x, o, lse, rows, dtype, x_rows)
+
+    def run_pass(self, run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
+        """Small ones are replayed from CUDA graphs."""
+        return run_pass(run, static, given, given[0].device)
+
+    def capturing(self) -> bool:
+        return not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
 
     def inverse(self, rows: Tensor, size: int) -> Grad:
         return R.inverse(rows, size)

@@ -1,7 +1,7 @@
 """Down-sampling with stride ≥ kernel: ``y = gate(conv(norm(x)))``. Patches do not overlap, so outputs are independent.
 
 Every output position is a linear function of its own patch: the backward pass runs on the patches of kept outputs, and
-only these are saved.
+only these are saved. Where all are kept, and all of x is in patches, it is x as it lies.
 """
 
 import math
@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import rows as R
+from .captured import captured_backward, captured_forward
 from .device import device_of, weight_gradient
-from .layers import BackwardOptions, Grad, Norm, autocast_dtype, cast, norm, parameter_gradients
+from .layers import BackwardOptions, Grad, Norm, autocast_dtype, cast, norm, parameter_gradients, saved_dtype
 from .named import split
 from .once import once
 from .steps import Affine
@@ -54,6 +55,18 @@ def patch_rows(rows: Tensor, size: Sequence[int], kernel: Sequence[int], stride:
     return patches.reshape(-1, kh * kw).index_select(0, rows).flatten()
 
 
+def into_patches(x: Tensor, kernel: Sequence[int]) -> Tensor:
+    """``[B, H, W, C]``, cut into patches without a rest, as the rows ``[-1, C]`` of one patch after the other."""
+    (B, H, W, C), (kh, kw) = x.shape, kernel
+    return x.view(B, H // kh, kh, W // kw, kw, C).transpose(2, 3).reshape(-1, C)
+
+
+def out_of_patches(x: Tensor, size: Sequence[int], kernel: Sequence[int]) -> Tensor:
+    """The inverse of ``into_patches``, for ``[B, H, W, C]`` of that size."""
+    (B, H, W, C), (kh, kw) = size, kernel
+    return x.view(B, H // kh, W // kw, kh, kw, C).transpose(2, 3).reshape(B, H, W, C)
+
+
 class DownsampleInputs(NamedTuple):
     """What the function takes before the parameters; as gradients, all but that of x are None."""
 
@@ -64,47 +77,55 @@ class DownsampleInputs(NamedTuple):
 
 
 class DownsampleSaved(NamedTuple):
-    """What the function saves before the parameters: rows of x in the patches of kept outputs, and these outputs."""
+    """What the function saves before the parameters: rows of x in the patches of kept outputs, and these outputs; or
+    all of x ``[B, C, H, W]``."""
 
     x: Tensor
-    rows: Tensor
+    rows: R.Rows
 
 
 class _Downsample(torch.autograd.Function):
     @staticmethod
+    @captured_forward
     def forward(ctx: Any, *flat: Any) -> Tensor:
         (x, rows, spec, options), p = split(flat, DownsampleInputs, DownsampleParams)
-        channels_last = x.permute(0, 2, 3, 1)
+        channels_last, (kh, kw) = x.permute(0, 2, 3, 1), p.weight.shape[2:]
         n = norm(channels_last, p.norm_weight, p.norm_bias, spec.norm).permute(0, 3, 1, 2)
         weight, bias = device_of(x).cast(spec.dtype, p.weight, p.bias)
         y = F.conv2d(cast(n, spec.dtype), weight, bias, spec.stride)
-        if rows is None:
+        if rows is None and (y.shape[2] * kh, y.shape[3] * kw) != x.shape[2:]:
             rows = torch.arange(y.shape[0] * y.shape[2] * y.shape[3], device=x.device)
-        inputs = patch_rows(rows, channels_last.shape[:3], p.weight.shape[2:], spec.stride)
-        ctx.save_for_backward(*DownsampleSaved(R.take(channels_last, inputs), rows), *p)
-        ctx.spec, ctx.options, ctx.shape = spec, options, channels_last.shape
+        kept = x
+        if rows is not None:
+            kept = R.take(channels_last, patch_rows(rows, channels_last.shape[:3], (kh, kw), spec.stride))
+        kept = cast(kept, saved_dtype(x, spec.dtype, options.recompute))
+        ctx.save_for_backward(*DownsampleSaved(kept, rows), *p)
+        ctx.static = spec, options, channels_last.shape, x.dtype
         return y
 
     @staticmethod
     @once
+    @captured_backward
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         (x, rows), p = split(ctx.saved_tensors, DownsampleSaved, DownsampleParams)
         _, needs = split(ctx.needs_input_grad, DownsampleInputs, DownsampleParams)
-        spec, (B, H, W, C), (out, _, kh, kw) = ctx.spec, ctx.shape, p.weight.shape
+        (spec, options, (B, H, W, C), x_dtype), (out, _, kh, kw) = ctx.static, p.weight.shape
+        x = into_patches(x.permute(0, 2, 3, 1), (kh, kw)) if rows is None else x
         steps, affine = device_of(x).steps(x, out + 2 * C), Affine(p.norm_weight, p.norm_bias, spec.norm)
         n = steps.normalise(x, affine, spec.dtype, after=dy)
-        weight, dy_rows = ctx.options.row_weight, R.flat(dy.permute(0, 2, 3, 1))
+        weight, dy_rows = options.row_weight, R.flat(dy.permute(0, 2, 3, 1))
         kept_dy, _ = steps.cotangent(dy_rows, rows, None, None, B, n.y.dtype, total="output", weight=weight)
         matrix = p.weight.permute(0, 2, 3, 1).flatten(1)
         dw = weight_gradient(kept_dy, n.y.view(-1, kh * kw * C), matrix, needs.weight)
         if dw is not None:
             dw = dw.view(out, kh, kw, C).permute(0, 3, 1, 2)
         dn = kept_dy @ cast(matrix, n.y.dtype)
-        inputs = patch_rows(rows, (B, H, W), (kh, kw), spec.stride)
+        inputs = None if rows is None else patch_rows(rows, (B, H, W), (kh, kw), spec.stride)
         dx = steps.norm_backward_input(
-            dn.view_as(x), n, affine, x.dtype, rows=inputs, size=B * H * W, norm_total="norm"
+            dn.view_as(x), n, affine, x_dtype, rows=inputs, size=B * H * W, norm_total="norm"
         )
+        del x, n, kept_dy, dn  # each is about as large as dx, of which there may be two now
+        dx = (out_of_patches(dx, (B, H, W, C), (kh, kw)) if rows is None else dx.view(B, H, W, C)).permute(0, 3, 1, 2)
         totals = steps.totals()
         grads = DownsampleParams(totals["norm_weight"], totals["norm_bias"], dw, totals["output"])
-        dx = dx.view(B, H, W, C).permute(0, 3, 1, 2)
-        return *DownsampleInputs(dx), *parameter_gradients(grads, p, needs, ctx.options.weight_scale)
+        return *DownsampleInputs(dx), *parameter_gradients(grads, p, needs, options.weight_scale)

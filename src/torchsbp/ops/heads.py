@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import rows as R
 from .device import device_of
-from .layers import Grad, Norm, linear, norm, norm_again, norm_backward
+from .layers import Grad, Norm, apart, linear, norm, norm_again, norm_backward, stacked
 from .named import Needs
 from .rotary import rope_gradient
 from .rules import RULES, Rule
@@ -16,7 +16,8 @@ from .window_attention import Cut, Padding, WindowGradients
 
 
 class AttentionParams(NamedTuple):
-    """The parameters of an attention branch; ``qkv`` stacks the projections to queries, keys and values.
+    """The parameters of an attention branch; ``qkv`` stacks the projections to queries, keys and values. Where their
+    weights are apart, ``qkv_weight`` is that of queries, ``k_weight`` and ``v_weight`` are the others.
     ``inner_norm`` comes before the last projection, ``post_norm`` behind the branch, which has no scale then.
     ``score_bias`` is added to the scores of a window, ``[H, area, area]``; ``rope`` turns queries and keys."""
 
@@ -37,6 +38,13 @@ class AttentionParams(NamedTuple):
     post_norm_bias: Grad = None
     score_bias: Grad = None
     rope: Grad = None
+    k_weight: Grad = None
+    v_weight: Grad = None
+
+    @property
+    def qkv_weights(self) -> tuple[Any, ...]:
+        """That of all three, or one of each."""
+        return tuple(w for w in (self.qkv_weight, self.k_weight, self.v_weight) if w is not None)
 
 
 class AttentionSpec(NamedTuple):
@@ -64,8 +72,9 @@ class AttentionWeights(NamedTuple):
     proj_bias: Grad = None
 
 
-def attention_weights(p: AttentionParams) -> AttentionWeights:
-    return AttentionWeights(p.qkv_weight, p.qkv_bias, p.proj_weight, p.proj_bias)
+def attention_weights(p: AttentionParams) -> tuple[Any, ...]:
+    """Those to be cast."""
+    return p.qkv_weights, p.qkv_bias, p.proj_weight, p.proj_bias
 
 
 class QKV(NamedTuple):
@@ -141,12 +150,15 @@ def attend_normalised_backward(
     p: AttentionParams,
     spec: AttentionSpec,
     needs: Needs,
+    overwrite: bool,
 ) -> tuple[QKV, HeadGradients]:
-    """Gradients of Q, K, V before norms and rotation, and of what else attention has. Queries are those of ``rows``."""
+    """Gradients of Q, K, V before norms and rotation, and of what else attention has. Queries are those of ``rows``.
+    Q and K may be overwritten if that is said."""
     if spec.qk_norm is None and p.rope is None and cut.places is None:  # nothing but attention
         return QKV(*attend_backward(do, *qkv, o, lse, spec.softmax_scale, spec.fused)), HeadGradients()
-    q = Turned(qkv.q, p.q_norm_weight, p.q_norm_bias, rows, p, spec)
-    k = Turned(qkv.k, p.k_norm_weight, p.k_norm_bias, rows if spec.rule.key_rows else None, p, spec)
+    overwrite = overwrite and not needs.rope
+    q = Turned(qkv.q, p.q_norm_weight, p.q_norm_bias, rows, p, spec, overwrite)
+    k = Turned(qkv.k, p.k_norm_weight, p.k_norm_bias, rows if spec.rule.key_rows else None, p, spec, overwrite)
     d_bias: Grad = None
     d_padding: Padding | None = None
     if cut.places is None:
@@ -211,15 +223,25 @@ def padding_backward(d_padding: Padding | None, p: AttentionParams, spec: Attent
 
 
 class Turned:
-    """Queries or keys ``[B, H, m, D]`` computed again for backward: their norm, and that rotated, each where it is."""
+    """Queries or keys ``[B, H, m, D]`` computed again for backward: their norm, and that rotated, each where it is; x
+    may be overwritten if that is said."""
 
     def __init__(
-        self, x: Tensor, weight: Grad, bias: Grad, rows: R.Rows, p: AttentionParams, spec: AttentionSpec
+        self,
+        x: Tensor,
+        weight: Grad,
+        bias: Grad,
+        rows: R.Rows,
+        p: AttentionParams,
+        spec: AttentionSpec,
+        overwrite: bool = False,
     ) -> None:
         self.weight, self.bias, self.rows, self.rope, self.spec = weight, bias, rows, p.rope, spec
         self.norm = None if spec.qk_norm is None else norm_again(x, weight, bias, spec.qk_norm, spec.dtype)
         self.x = x if self.norm is None else self.norm.y
-        self.y = self.x if p.rope is None else device_of(x).rotate(self.x, p.rope, rows, spec.rotate_half)
+        self.y = self.x
+        if p.rope is not None:
+            self.y = device_of(x).rotate(self.x, p.rope, rows, spec.rotate_half, overwrite=overwrite)
 
     def backward(
         self, dy: Tensor, needs_weight: bool, needs_bias: bool, needs_rope: bool
@@ -228,7 +250,7 @@ class Turned:
         d_rope, half = None, self.spec.rotate_half
         if self.rope is not None:
             d_rope = rope_gradient(dy, self.x, self.rope, self.rows, half) if needs_rope else None
-            dy = device_of(dy).rotate(dy, self.rope, self.rows, half, back=True)
+            dy = device_of(dy).rotate(dy, self.rope, self.rows, half, back=True, overwrite=True)
         if self.norm is None or self.spec.qk_norm is None:
             return dy, None, None, d_rope
         return *norm_backward(
@@ -262,7 +284,7 @@ def put_head_rows(x: Tensor, rows: R.Rows, n: int, beyond: float = 0.0) -> Tenso
 
 def select_heads(p: AttentionParams, spec: AttentionSpec, heads: Tensor) -> tuple[AttentionParams, AttentionSpec]:
     """The parameters of the given heads alone."""
-    weight = p.qkv_weight.view(3, spec.heads, -1, p.qkv_weight.shape[1])
+    weight = stacked(p.qkv_weights).view(3, spec.heads, -1, p.qkv_weight.shape[1])
     proj = p.proj_weight.view(p.proj_weight.shape[0], spec.heads, -1)
     bias = p.qkv_bias
     return (
@@ -272,6 +294,8 @@ def select_heads(p: AttentionParams, spec: AttentionSpec, heads: Tensor) -> tupl
             proj_weight=proj.index_select(1, heads).flatten(1),
             score_bias=None if p.score_bias is None else p.score_bias.index_select(0, heads),
             rope=p.rope if p.rope is None or p.rope.dim() == 2 else p.rope.index_select(0, heads),
+            k_weight=None,
+            v_weight=None,
         ),
         spec._replace(heads=heads.shape[0]),
     )
@@ -289,8 +313,12 @@ def scatter_heads(grads: AttentionParams, p: AttentionParams, spec: AttentionSpe
 
     width, channels = p.proj_weight.shape[1] // spec.heads, p.qkv_weight.shape[1]
     shape = (3, spec.heads, width)
+    d_qkv = spread(grads.qkv_weight, stacked(p.qkv_weights), (*shape, channels), 1)
+    dq, dk, dv = (*apart(d_qkv, p.qkv_weights), None, None)[:3]
     return grads._replace(
-        qkv_weight=spread(grads.qkv_weight, p.qkv_weight, (*shape, channels), 1),
+        qkv_weight=dq,
+        k_weight=dk,
+        v_weight=dv,
         qkv_bias=spread(grads.qkv_bias, p.qkv_bias, shape, 1),
         proj_weight=spread(grads.proj_weight, p.proj_weight, (p.proj_weight.shape[0], spec.heads, width), 1),
         score_bias=None if p.score_bias is None else spread(grads.score_bias, p.score_bias, p.score_bias.shape, 0),

@@ -4,7 +4,8 @@ Sums over rows go to a buffer that all steps of a backward pass share: each prog
 it, and it is summed once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -43,18 +44,20 @@ def tile(width: int, elements: int = 2048) -> dict[str, int]:
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(8, max(1, rows * block // 1024))}
 
 
-def rotated(launch: Launch, x: Tensor, rope: Tensor, rows: R.Rows, half: bool, back: bool) -> Tensor:
-    """``rotary.rotate`` or its backward, for ``x [B, H, m, D]`` in rows."""
+def rotated(
+    launch: Launch, x: Tensor, rope: Tensor, rows: R.Rows, half: bool, back: bool, overwrite: bool = False
+) -> Tensor:
+    """``rotary.rotate`` or its backward, for ``x [B, H, m, D]`` in rows; in its place if x may be overwritten."""
     batch, heads, m, width = x.shape
     x = R.by_rows(x)
-    y = torch.empty(batch, m, heads, width, dtype=x.dtype, device=x.device)
+    y = x if overwrite else torch.empty(batch, m, heads, width, dtype=x.dtype, device=x.device).transpose(1, 2)
     launch(
         "rotation", (8 * PROGRAMS_PER_PROCESSOR * processors(x.device),),
-        x=x, rope=rope.contiguous(), rows=rows, y=y, x_row=x.stride(2), n=rope.shape[-2], count=batch * m,
-        HEADS=heads, D=width, HALF=half, BACK=back, HAS_ROWS=rows is not None, BY_HEAD=rope.dim() == 3,
-        **tile(heads * width, 1024),
+        x=x, rope=rope.contiguous(), rows=rows, y=y, x_row=x.stride(2), y_row=y.stride(2), n=rope.shape[-2],
+        count=batch * m, HEADS=heads, D=width, HALF=half, BACK=back, HAS_ROWS=rows is not None,
+        BY_HEAD=rope.dim() == 3, OVERWRITE=overwrite, **tile(heads * width, 1024),
     )  # fmt: skip
-    return y.transpose(1, 2)
+    return y
 
 
 def take_rows(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -127,6 +130,17 @@ class KernelSteps(Steps):
 
     launch = staticmethod(launch)
     """Every kernel of a step is launched here, and only here."""
+
+    def parts(self, count: int) -> list[Any]:
+        """Each with a part of the programs."""
+        programs, found = self.programs // count, [copy(self) for _ in range(count)]
+        assert programs * count == self.programs
+        for part, sums in zip(found, self.sums.split(programs), strict=True):
+            part.programs, part.sums, part.widths = programs, sums, dict(self.widths)
+        return found
+
+    def join(self, parts: Sequence[Any]) -> None:
+        self.used, self.widths = parts[0].used, parts[0].widths
 
     def totals(self) -> dict[str, Tensor]:
         columns = self.sums.shape[1]
@@ -263,6 +277,7 @@ class KernelSteps(Steps):
         self, dn: Tensor, n: Normed, norm: Affine, dtype: torch.dtype, *,
         rows: R.Rows = None, inverse: Grad = None, size: int = 0,
         dn_kept: Grad = None, kept: Grad = None, base: Grad = None, gated: bool = False, norm_total: str,
+        overwrite: bool = False,
     ) -> Tensor:  # fmt: skip
         if norm.static.kind == "none":
             return super().norm_backward_input(
@@ -271,7 +286,8 @@ class KernelSteps(Steps):
             )  # fmt: skip
         if rows is None:
             base = base if kept is None else kept
-            return self._norm_backward_rows(dn, n, norm, dtype, dn.shape[0], norm_total, base=base)
+            dx = dn if overwrite and dn.dtype == dtype and not torch.compiler.is_compiling() else None
+            return self._norm_backward_rows(dn, n, norm, dtype, dn.shape[0], norm_total, base=base, dx=dx)
         return self._norm_backward_rows(
             dn, n, norm, dtype, size, norm_total, inverse=given_inverse(rows, inverse, size),
             dn_kept=dn_kept, kept=kept, base=base, gated=gated,
@@ -282,15 +298,16 @@ class KernelSteps(Steps):
         inverse: Grad = None, dn_kept: Grad = None, kept: Grad = None,
         base: Grad = None, base_rows: Grad = None, gated: bool = False,
         half: Grad = None, scaled: Grad = None, factor: Grad = None, scale: Grad = None, samples: int = 1,
-        half_total: str = "", row: R.RowWeight | None = None,
+        half_total: str = "", row: R.RowWeight | None = None, dx: Grad = None,
     ) -> Tensor:  # fmt: skip
-        """The kernel's sums are side by side: the norm's weight, its bias, and if there is a ``half``, that's."""
+        """The kernel's sums are side by side: the norm's weight, its bias, and if there is a ``half``, that's.
+        ``dx`` is written to if it is given; it may be dn."""
         C = dn.shape[1]
         buffer = self.buffer(f"{norm_total}_weight", C)
         self.room(f"{norm_total}_bias", C)
         if half is not None:
             self.room(half_total, C)
-        dx = torch.empty(size, C, dtype=dtype, device=dn.device)
+        dx = torch.empty(size, C, dtype=dtype, device=dn.device) if dx is None else dx
         self.launch(
             "norm_backward", (self.programs,),
             dn=dn.contiguous(), dn_kept=dn_kept, x=n.x, mean=n.mean, rstd=n.rstd, weight=norm.weight, kept=kept,

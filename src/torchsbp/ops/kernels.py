@@ -188,11 +188,11 @@ def gated_activation(
 
 @triton.jit
 def rotation(
-    x, rope, rows, y, x_row, n, count, HEADS: tl.constexpr, D: tl.constexpr,
-    HALF: tl.constexpr, BACK: tl.constexpr, HAS_ROWS: tl.constexpr, BY_HEAD: tl.constexpr,
+    x, rope, rows, y, x_row, y_row, n, count, HEADS: tl.constexpr, D: tl.constexpr,
+    HALF: tl.constexpr, BACK: tl.constexpr, HAS_ROWS: tl.constexpr, BY_HEAD: tl.constexpr, OVERWRITE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x turned by the angles of their positions, or back."""
+    """Rows of x turned by the angles of their positions, or back; OVERWRITE: y is x."""
     c = tl.arange(0, BLOCK)
     d = c % D
     partner = (d + D // 2) % D if HALF else d ^ 1
@@ -214,7 +214,9 @@ def rotation(
         else:
             sin = tl.load(rope + angle + d[None, :], here, 0.0).to(tl.float32)
             out = own * cos + sign[None, :] * other * sin
-        tl.store(y + r.to(tl.int64)[:, None] * (HEADS * D) + c[None, :], out.to(y.dtype.element_ty), here)
+        if OVERWRITE:
+            tl.debug_barrier()  # threads read what others write
+        tl.store(y + r.to(tl.int64)[:, None] * y_row + c[None, :], out.to(y.dtype.element_ty), here)
 
 
 @triton.jit

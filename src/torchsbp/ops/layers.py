@@ -16,6 +16,8 @@ from .rows import RowWeight
 aten = torch.ops.aten
 
 Grad = Tensor | None
+PART = 2**24
+"""elements at least of one part of a large tensor, so that a GPU stays busy with it"""
 
 
 class Norm(NamedTuple):
@@ -63,6 +65,18 @@ def linear(x: Tensor, weight: Tensor, bias: Grad, dtype: torch.dtype | None) -> 
     if dtype is None:
         return F.linear(x, weight, bias)
     return F.linear(cast(x, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype))
+
+
+def stacked(weights: Sequence[Tensor]) -> Tensor:
+    """Weights of layers on one input as that of one layer."""
+    return weights[0] if len(weights) == 1 else torch.cat(list(weights))
+
+
+def apart(gradient: Any, weights: Sequence[Tensor]) -> Sequence[Any]:
+    """The gradients of such weights from that of the one."""
+    if gradient is None or len(weights) == 1:
+        return [gradient] * len(weights)
+    return gradient.split_with_sizes([weight.shape[0] for weight in weights])
 
 
 class LastLayer(NamedTuple):
@@ -118,6 +132,15 @@ def norm(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype |
     return cast(F.layer_norm(x, x.shape[-1:], weight, bias, static.eps), dtype)
 
 
+def norm_over(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype | None) -> Tensor:
+    """``norm`` of x, which is lost. It is wider than a half-precision x: then part by part, in the place of x."""
+    if weight is None or weight.dtype == x.dtype or dtype != x.dtype or torch.compiler.is_compiling():
+        return norm(x, weight, bias, static, dtype)
+    for part in x.view(-1, x.shape[-1]).chunk(max(1, x.numel() // PART)):
+        part.copy_(norm(part, weight, bias, static))
+    return x
+
+
 class Normed(NamedTuple):
     """A norm computed for backward: its output, what its own backward needs, and some rows of the output apart."""
 
@@ -126,6 +149,10 @@ class Normed(NamedTuple):
     mean: Grad
     rstd: Grad
     y_kept: Any = None
+
+    def without_output(self) -> "Normed":
+        """What its backward needs."""
+        return self._replace(y=self.x, y_kept=None)
 
 
 def norm_again(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype | None) -> Normed:

@@ -11,19 +11,22 @@ import torch
 from torch import Tensor
 
 from . import rows as R
-from .activations import activation_named
+from .activations import activate, activation_named
+from .captured import captured_backward, captured_forward
 from .device import device_of, weight_gradient
 from .layers import (
+    NO_NORM,
+    PART,
     BackwardOptions,
     Grad,
     Norm,
     Normed,
+    apart,
     autocast_dtype,
     linear,
     norm,
-    norm_again,
-    norm_backward,
     norm_columns,
+    norm_over,
     parameter_gradients,
     saved_dtype,
 )
@@ -33,7 +36,8 @@ from .steps import Affine, Cotangent, PostNormGradients, Steps, before_norm
 
 
 class MLPParams(NamedTuple):
-    """The parameters of the branch."""
+    """The parameters of the branch; where the two layers of a gate are apart, ``weight1`` is that of a, which is
+    activated, and ``value_weight`` that of b."""
 
     norm_weight: Grad
     norm_bias: Grad
@@ -46,6 +50,11 @@ class MLPParams(NamedTuple):
     inner_norm_bias: Grad = None
     post_norm_weight: Grad = None
     post_norm_bias: Grad = None
+    value_weight: Grad = None
+
+    @property
+    def weights1(self) -> tuple[Any, ...]:
+        return (self.weight1,) if self.value_weight is None else (self.weight1, self.value_weight)
 
 
 class MLPSpec(NamedTuple):
@@ -69,13 +78,11 @@ class MLPWeights(NamedTuple):
 
 
 class MLPProducts(NamedTuple):
-    """What ``mlp_backward`` has found for the weights: the gradient of weight1, ``dyᵀ g`` for weight2, the gradients of
-    the inner norm, and of the norm behind the branch."""
+    """What ``mlp_backward`` has found for the weights: the gradient of weight1, ``dyᵀ g`` for weight2, and the
+    gradients of the norm behind the branch."""
 
     weight1: Any
     last: Grad
-    inner_norm_weight: Grad = None
-    inner_norm_bias: Grad = None
     post: PostNormGradients = PostNormGradients()
 
 
@@ -96,30 +103,33 @@ def mlp_branch(
     return _MLPBranch.apply(*MLPInputs(x, rows, inverse, factor, spec, residual, options), *params)
 
 
-def mlp_hidden(x: Tensor, p: MLPParams, weights: MLPWeights, spec: MLPSpec) -> Tensor:
-    """The hidden layer before its activation."""
+def mlp_forward(
+    x: Tensor, rows: R.Rows, p: MLPParams, weights: MLPWeights, spec: MLPSpec, recompute: bool
+) -> tuple[Tensor, Grad]:
+    """The branch's output, and the kept rows of its hidden layer unless these are recomputed."""
     n = norm(x, p.norm_weight, p.norm_bias, spec.norm, spec.dtype)
-    return linear(n, weights.weight1, weights.bias1, spec.dtype)
+    h = linear(n, weights.weight1, weights.bias1, spec.dtype)
+    del n
+    kept_h = None if recompute else device_of(x).save_rows(h, rows)
+    g = activate(h, spec.act, overwrite=recompute or rows is not None)
+    del h  # the hidden layer is the widest: no more of it at once than needed
+    z = mlp_last(g, p, weights, spec)
+    del g
+    if spec.post_norm is not None:
+        return norm(z, p.post_norm_weight, p.post_norm_bias, spec.post_norm), kept_h
+    return z if p.scale is None else z * p.scale, kept_h
 
 
-def mlp_last(h: Tensor, p: MLPParams, weights: MLPWeights, spec: MLPSpec) -> Tensor:
-    """The last layer's output from the hidden layer."""
-    g = activation_named(spec.act).forward(h)
+def mlp_last(g: Tensor, p: MLPParams, weights: MLPWeights, spec: MLPSpec) -> Tensor:
+    """The last layer's output from the activated hidden layer, which may be overwritten."""
     if spec.inner_norm is not None:
-        g = norm(g, p.inner_norm_weight, p.inner_norm_bias, spec.inner_norm, spec.dtype)
+        g = norm_over(g, p.inner_norm_weight, p.inner_norm_bias, spec.inner_norm, spec.dtype)
     return linear(g, weights.weight2, weights.bias2, spec.dtype)
 
 
-def mlp_output(h: Tensor, p: MLPParams, weights: MLPWeights, spec: MLPSpec) -> Tensor:
-    """The branch's output from its hidden layer."""
-    z = mlp_last(h, p, weights, spec)
-    if spec.post_norm is not None:
-        return norm(z, p.post_norm_weight, p.post_norm_bias, spec.post_norm)
-    return z if p.scale is None else z * p.scale
-
-
-def mlp_weights(p: MLPParams) -> MLPWeights:
-    return MLPWeights(p.weight1, p.bias1, p.weight2, p.bias2)
+def mlp_weights(p: MLPParams) -> tuple[Any, ...]:
+    """Those to be cast."""
+    return p.weights1, p.bias1, p.weight2, p.bias2
 
 
 def mlp_norm(p: MLPParams, spec: MLPSpec) -> Affine:
@@ -127,9 +137,11 @@ def mlp_norm(p: MLPParams, spec: MLPSpec) -> Affine:
 
 
 def mlp_columns(p: MLPParams, spec: MLPSpec) -> int:
-    """Of the totals of the branch: "mlp_output", "mlp_hidden", "mlp_norm_weight", "mlp_norm_bias"."""
-    hidden, channels = p.weight1.shape
-    return p.weight2.shape[0] + hidden + norm_columns(spec.norm, channels)
+    """Of the totals of the branch: "mlp_output", "mlp_hidden", "mlp_norm_weight", "mlp_norm_bias", and of an inner norm
+    "mlp_inner_norm_weight", "mlp_inner_norm_bias"."""
+    hidden = sum(weight.shape[0] for weight in p.weights1)
+    inner = norm_columns(spec.inner_norm or NO_NORM, p.weight2.shape[1])
+    return p.weight2.shape[0] + hidden + norm_columns(spec.norm, p.weight1.shape[1]) + inner
 
 
 def mlp_backward(
@@ -143,25 +155,58 @@ def mlp_backward(
     needs: Needs,
 ) -> tuple[Tensor, MLPProducts]:
     """From normalised kept rows: their gradient, and the products for the weights. ``h`` is the hidden layer,
-    recomputed unless given."""
+    recomputed unless given. Where it is large and its memory would be held, one half of the rows after the other."""
+    hidden = n.y.shape[0] * cast_weights.weight1.shape[0]
+    if hidden < 2 * PART or spec.post_norm is not None or not device_of(n.y).capturing():
+        return mlp_backward_rows(steps, dy, n.y, h, cast_weights, p, spec, needs)
+    halves = steps.parts(2)
+    rows = zip(dy.dy.chunk(2), dy.dz.chunk(2), n.y.chunk(2), (None, None) if h is None else h.chunk(2), strict=True)
+    (dn, products), (more_dn, more) = (
+        mlp_backward_rows(part, Cotangent(*of_rows[:2]), *of_rows[2:], cast_weights, p, spec, needs)
+        for part, of_rows in zip(halves, rows, strict=True)
+    )
+    steps.join(halves)
+    weight1, last = (None if a is None else a.add_(b) for a, b in zip(products[:2], more[:2], strict=True))
+    return torch.cat([dn, more_dn]), MLPProducts(weight1, last)
+
+
+def mlp_backward_rows(
+    steps: Steps,
+    dy: Cotangent,
+    y: Tensor,
+    h: Grad,
+    cast_weights: MLPWeights,
+    p: MLPParams,
+    spec: MLPSpec,
+    needs: Needs,
+) -> tuple[Tensor, MLPProducts]:
+    """The same of some rows, whose norm is y."""
     weight1, bias1, weight2, _ = cast_weights
-    overwrite, post = h is None, PostNormGradients()
+    overwrite, post, act = h is None, PostNormGradients(), activation_named(spec.act)
     if h is None:
-        h = linear(n.y, weight1, bias1, None)
+        h = linear(y, weight1, bias1, None)
     if spec.post_norm is not None:
         affine = Affine(p.post_norm_weight, p.post_norm_bias, spec.post_norm)
-        dy, post = before_norm(dy, mlp_last(h, p, cast_weights._replace(bias2=p.bias2), spec), affine)
-    dg, inner, dw, db = dy.dz @ weight2, None, None, None
-    if spec.inner_norm is not None:
+        dy, post = before_norm(dy, mlp_last(act.forward(h), p, cast_weights._replace(bias2=p.bias2), spec), affine)
+    # The hidden layer is the widest: no more of it at once than needed.
+    product, needs_product = None, needs.weight2 or needs.scale
+    if spec.inner_norm is None:
+        dg = dy.dz @ weight2
+    else:
         affine = Affine(p.inner_norm_weight, p.inner_norm_bias, spec.inner_norm)
-        inner = norm_again(activation_named(spec.act).forward(h), *affine, h.dtype)
-        dg, dw, db = norm_backward(dg, inner, *affine, needs.inner_norm_weight, needs.inner_norm_bias)
-        dg = dg.to(h.dtype)
+        inner = steps.normalise(act.forward(h), affine, h.dtype, after=dy.dz)
+        product = weight_gradient(dy.dy, inner.y, p.weight2, needs_product)
+        inner = inner.without_output()
+        dg = steps.norm_backward_input(
+            dy.dz @ weight2, inner, affine, h.dtype, norm_total="mlp_inner_norm", overwrite=True
+        )
+        del inner
     g, dh = steps.activation(h, dg, spec.act, overwrite, total="mlp_hidden")
-    del h, dg  # the hidden layer is the widest: no more of it at once than needed
-    product = weight_gradient(dy.dy, g if inner is None else inner.y, p.weight2, needs.weight2 or needs.scale)
-    del g, inner
-    return dh @ weight1, MLPProducts(weight_gradient(dh, n.y, p.weight1, needs.weight1), product, dw, db, post)
+    del h, dg
+    if spec.inner_norm is None:
+        product = weight_gradient(dy.dy, g, p.weight2, needs_product)
+    del g
+    return dh @ weight1, MLPProducts(weight_gradient(dh, y, p.weight1, any(needs.weights1)), product, post)
 
 
 def mlp_gradients(products: MLPProducts, totals: dict[str, Tensor], p: MLPParams) -> MLPParams:
@@ -169,18 +214,20 @@ def mlp_gradients(products: MLPProducts, totals: dict[str, Tensor], p: MLPParams
     post = products.post
     total = totals["mlp_output"] if post.total is None else post.total
     last = device_of(p.weight2).last_layer(products.last, total, p.weight2, p.bias2, p.scale)
+    weight1, value_weight = (*apart(products.weight1, p.weights1), None)[:2]
     return MLPParams(
         norm_weight=totals.get("mlp_norm_weight"),
         norm_bias=totals.get("mlp_norm_bias"),
-        weight1=products.weight1,
+        weight1=weight1,
         bias1=totals["mlp_hidden"],
         weight2=last.weight,
         bias2=last.bias,
         scale=last.scale,
-        inner_norm_weight=products.inner_norm_weight,
-        inner_norm_bias=products.inner_norm_bias,
+        inner_norm_weight=totals.get("mlp_inner_norm_weight"),
+        inner_norm_bias=totals.get("mlp_inner_norm_bias"),
         post_norm_weight=post.weight,
         post_norm_bias=post.bias,
+        value_weight=value_weight,
     )
 
 
@@ -208,44 +255,38 @@ class MLPSaved(NamedTuple):
 
 class _MLPBranch(torch.autograd.Function):
     @staticmethod
+    @captured_forward
     def forward(ctx: Any, *flat: Any) -> Tensor:
         (x, rows, inverse, factor, spec, residual, options), p = split(flat, MLPInputs, MLPParams)
         device = device_of(x)
         weights = MLPWeights(*device.cast(spec.dtype, *mlp_weights(p)))
-        h = mlp_hidden(x, p, weights, spec)
-        saved = MLPSaved(
-            x=device.save_rows(x, rows, saved_dtype(x, spec.dtype, options.recompute)),
-            h=None if options.recompute else device.save_rows(h, rows),
-            rows=rows,
-            inverse=inverse,
-            factor=factor,
-        )
-        ctx.save_for_backward(*saved, *p)
-        ctx.spec, ctx.residual, ctx.dtype = spec, residual, x.dtype
-        ctx.options = options
-        y = mlp_output(h, p, weights, spec)
+        kept_x = device.save_rows(x, rows, saved_dtype(x, spec.dtype, options.recompute))
+        y, kept_h = mlp_forward(x, rows, p, weights, spec, options.recompute)
+        ctx.save_for_backward(*MLPSaved(kept_x, kept_h, rows, inverse, factor), *p)
+        ctx.static = spec, residual, options, x.dtype
         if factor is not None:
             y = y * factor.view(-1, *[1] * (x.dim() - 1))
         return x + y if residual else y
 
     @staticmethod
     @once
+    @captured_backward
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        # Read once: checkpointing unpacks each tensor a single time.
         (x, h, rows, inverse, factor), p = split(ctx.saved_tensors, MLPSaved, MLPParams)
         _, needs = split(ctx.needs_input_grad, MLPInputs, MLPParams)
-        spec, shape, dy = ctx.spec, dy.shape, R.flat(dy)
+        spec, residual, options, x_dtype = ctx.static
+        shape, dy = dy.shape, R.flat(dy)
         device, affine = device_of(x), mlp_norm(p, spec)
         steps = device.steps(x, mlp_columns(p, spec))
 
         n = steps.normalise(R.flat(x), affine, spec.dtype, after=dy)
         cast_weights = MLPWeights(*device.cast(n.y.dtype, *mlp_weights(p)[:3]))
-        weight = ctx.options.row_weight
+        weight = options.row_weight
         kept_dy = steps.cotangent(dy, rows, factor, p.scale, shape[0], n.y.dtype, total="mlp_output", weight=weight)
         dn, products = mlp_backward(steps, kept_dy, n, h, cast_weights, p, spec, needs)
         dx = steps.norm_backward_input(
-            dn, n, affine, ctx.dtype, rows=rows, inverse=inverse, size=dy.shape[0],
-            base=dy if ctx.residual else None, gated=ctx.options.scope == "block", norm_total="mlp_norm",
+            dn, n, affine, x_dtype, rows=rows, inverse=inverse, size=dy.shape[0],
+            base=dy if residual else None, gated=options.scope == "block", norm_total="mlp_norm",
         )  # fmt: skip
         grads = mlp_gradients(products, steps.totals(), p)
-        return *MLPInputs(dx.view(shape)), *parameter_gradients(grads, p, needs, ctx.options.weight_scale)
+        return *MLPInputs(dx.view(shape)), *parameter_gradients(grads, p, needs, options.weight_scale)

@@ -13,7 +13,7 @@ from torch import Tensor
 from .activations import activation_named
 from .downsample import DownsampleParams, DownsampleSpec
 from .heads import AttentionParams, AttentionSpec, padding_of
-from .layers import norm
+from .layers import norm, stacked
 from .mlp import MLPParams, MLPSpec
 from .rotary import turned
 from .rows import RowWeight
@@ -43,7 +43,7 @@ def per_sample(y: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def mlp(x: Tensor, p: MLPParams, spec: MLPSpec) -> Tensor:
-    h = F.linear(norm(x, p.norm_weight, p.norm_bias, spec.norm), p.weight1, p.bias1)
+    h = F.linear(norm(x, p.norm_weight, p.norm_bias, spec.norm), stacked(p.weights1), p.bias1)
     g = activation_named(spec.act).forward(h)
     if spec.inner_norm is not None:
         g = norm(g, p.inner_norm_weight, p.inner_norm_bias, spec.inner_norm)
@@ -72,7 +72,7 @@ def attention(
 ) -> Tensor:
     """Softmax attention with the attention map written out (Eq. 14, 15), its gradient gated by the rule."""
     n = norm(x, p.norm_weight, p.norm_bias, spec.norm)
-    q, k, v = F.linear(n, p.qkv_weight, p.qkv_bias).unflatten(-1, (3, spec.heads, -1)).permute(2, 0, 3, 1, 4)
+    q, k, v = F.linear(n, stacked(p.qkv_weights), p.qkv_bias).unflatten(-1, (3, spec.heads, -1)).permute(2, 0, 3, 1, 4)
     if spec.qk_norm is not None:
         q = norm(q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm)
         k = norm(k, p.k_norm_weight, p.k_norm_bias, spec.qk_norm)

@@ -6,7 +6,8 @@ all, in order), ``dtype`` is the precision of matrix products. A step that leave
 bias or a norm, takes its name: ``total``.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +53,15 @@ class Steps:
 
     def __init__(self, x: Tensor, columns: int) -> None:
         self._totals: dict[str, Tensor] = {}
+
+    def parts(self, count: int) -> list[Any]:
+        """Steps for as many parts of the rows, each of which is to leave the same totals."""
+        return [Steps(torch.empty(0), 0) for _ in range(count)]
+
+    def join(self, parts: Sequence[Any]) -> None:
+        """The totals of all parts together."""
+        for name in parts[0]._totals:
+            self._totals[name] = sum(part._totals[name] for part in parts)
 
     def totals(self) -> dict[str, Tensor]:
         """The sums over rows that the steps have left, by name. A norm's are ``<name>_weight`` and ``<name>_bias``; one
@@ -160,12 +170,14 @@ class Steps:
         base: Grad = None,
         gated: bool = False,
         norm_total: str,
+        overwrite: bool = False,
     ) -> Tensor:
         """Gradient of an op's input, in ``dtype``: the norm's and the residual path's, on all ``size`` rows.
 
         ``dn`` and ``n`` have the kept rows alone; or, if ``dn_kept`` is given, which is added to dn at the kept rows,
         all rows. The residual path brings ``kept`` at kept rows, or ``base`` if that is None; ``base`` elsewhere,
-        unless gated. ``inverse`` is that of ``rows`` if it is at hand. Totals: the norm's weight and bias.
+        unless gated. ``inverse`` is that of ``rows`` if it is at hand. dn may be overwritten if that is said. Totals:
+        the norm's weight and bias.
         """
         if rows is None:
             residual = base if kept is None else kept

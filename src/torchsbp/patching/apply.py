@@ -10,6 +10,7 @@ from ..adapters import Adapter, Layout, find_backbones
 from ..adapters.names import qualified
 from ..config import KeepRatio, SBPConfig, configured
 from ..errors import UsageError, UsageTimeError, expect, shown
+from ..ops import graphs
 from ..ops.rules import RULES
 from ..sampling import schedules
 from ..sampling.area import Images
@@ -68,6 +69,7 @@ def remove(model: Model) -> Model:
     for _, module in modules:
         unbind_entry(module)
         unbind(module)
+    graphs.release()
     return model
 
 
@@ -112,7 +114,7 @@ def set_sizes(model: nn.Module, sizes: Sequence[Sequence[int]] | Tensor, padded:
     height, width = padded
     wrong = given.dim() != 2 or given.shape[1] != 2 or given.is_floating_point()
     if not wrong and given.is_cpu:  # values on a GPU are not waited for
-        wrong = bool((given < 1).any() or (given > torch.tensor([height, width])).any())
+        wrong = not all(1 <= h <= height and 1 <= w <= width for h, w in given.tolist())
     if wrong:
         raise UsageError(
             f"sizes={shown(sizes)} is not allowed; allowed: (height, width) of every image, whole numbers from 1 to "
@@ -124,7 +126,14 @@ def set_sizes(model: nn.Module, sizes: Sequence[Sequence[int]] | Tensor, padded:
                 f'scale="{entry.config.scale}" weighs all images alike, but of a smaller one a larger share is kept; '
                 'use scale="none" with set_sizes'
             )
-        entry.masks.images = Images(given.to(entry.step(module).device), (height, width))
+        entry.masks.images = Images(sent(given, entry.step(module).device), (height, width))
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """On the device. A GPU may be busy with the step before: the CPU does not wait for that, as it would if it copied
+    from memory that is not pinned."""
+    pinned = values.pin_memory() if values.is_cpu and device.type == "cuda" else values
+    return pinned.to(device, non_blocking=True)
 
 
 def patched_entries(model: nn.Module) -> Iterator[tuple[Entry, nn.Module]]:

@@ -13,7 +13,7 @@ from ..config import SBPConfig
 from ..errors import UsageError, UsageTimeError
 from ..sampling import schedules
 from ..sampling.masks import Masks
-from .site import Site, Strategy, bind, original, patched_modules, recomputing
+from .site import Site, Strategy, bind, original, recomputing
 
 STEP = "sbp_step"
 """The step counter, a buffer of the entry: it follows the model to its device."""
@@ -87,5 +87,15 @@ def unbind_entry(module: nn.Module) -> None:
 
 
 def entries(model: nn.Module) -> Iterator[tuple[Entry, Site]]:
-    """Of every patched backbone, with its module."""
-    return ((module.sbp, module) for _, module in patched_modules(model) if isinstance(module.sbp, Entry))
+    """Of every patched backbone, with its module, in the model's order. Asked for in every step: ``model.modules()``
+    takes many times as long."""
+    seen: set[nn.Module] = set()
+    rest: list[nn.Module | None] = [model]
+    while rest:
+        module = rest.pop()
+        if module is None or module in seen:
+            continue
+        seen.add(module)
+        rest += reversed(module._modules.values())
+        if isinstance(module, Site) and isinstance(module.sbp, Entry):
+            yield module.sbp, module

@@ -10,12 +10,15 @@ from torch import Tensor, nn
 
 from ..adapters import lean as L
 from ..adapters import lora
+from ..adapters.base import untouched
 from ..adapters.names import find, parameter
 from ..errors import UsageError
 from ..ops import rows as R
 from ..ops.activations import GATED, activation_of
 from ..ops.attention import attention_branch
 from ..ops.block import transformer_block
+from ..ops.constants import constant
+from ..ops.conv_block import ConvParams, ConvSpec, conv_block
 from ..ops.downsample import DownsampleParams, DownsampleSpec, downsample
 from ..ops.gate import gate
 from ..ops.heads import AttentionParams, AttentionSpec
@@ -131,6 +134,8 @@ def rope_of(given: Any, n: int) -> Tensor:
 class ConvBlock(SampledBlock):
     def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         parts = self.description
+        if self.is_one_function(module):
+            return self.block(module, x)
         u = find(module, parts.conv)(through(module, parts.pool, x))
         batch, positions = u.shape[0], u.shape[2] * u.shape[3]
         kept = self.sampling.kept(batch, positions)
@@ -140,16 +145,39 @@ class ConvBlock(SampledBlock):
             return y
         return gate(y.permute(0, 2, 3, 1), kept.rows).permute(0, 3, 1, 2)
 
+    def is_one_function(self, module: nn.Module) -> bool:
+        """Whether ``conv_block`` is all that the block does: before the branch nothing but a convolution that keeps the
+        size, and nothing on the shortcut. A compiler joins the parts itself."""
+        parts: L.ConvBlock = self.description
+        shortcut = find(module, parts.shortcut)
+        if parts.pool or self.sampling.scope != "branch" or torch.compiler.is_compiling():
+            return False
+        return (shortcut is None or type(shortcut) is nn.Identity) and keeps_size(find(module, parts.conv))
+
+    def block(self, module: nn.Module, x: Tensor) -> Tensor:
+        conv = find(module, self.description.conv)
+        batch, positions = x.shape[0], x.shape[2] * x.shape[3]
+        kept = self.sampling.kept(batch, positions)
+        mlp, spec, factor = self.parts(module, x)
+        return conv_block(
+            x, kept.rows, ConvParams(*affine(conv)), ConvSpec(conv.padding, conv.dilation, conv.groups), mlp, spec,
+            inverse=kept.inverse, factor=factor, options=self.sampling.options(kept.rows, batch, positions),
+        )  # fmt: skip
+
     def branch(self, module: nn.Module, u: Tensor, kept: Kept, options: BackwardOptions) -> Tensor:
         """What the block adds to its shortcut, from the output of its convolution ``[B, C, H, W]``."""
+        mlp, spec, factor = self.parts(module, u)
+        u = u.permute(0, 2, 3, 1)
+        y = mlp_branch(u, kept.rows, mlp, spec, inverse=kept.inverse, factor=factor, residual=False, options=options)
+        return y.permute(0, 3, 1, 2)
+
+    def parts(self, module: nn.Module, u: Tensor) -> tuple[MLPParams, MLPSpec, Tensor | None]:
+        """Read from the module; stochastic depth is drawn for u."""
         parts: L.ConvBlock = self.description
         mlp, spec = mlp_of(module, parts.norm, parts)
         scale = find(module, parts.scale)
         mlp = mlp._replace(scale=None if scale is None else scale.flatten())
-        factor = drop_factor(find(module, parts.drop), u, scale)
-        u = u.permute(0, 2, 3, 1)
-        y = mlp_branch(u, kept.rows, mlp, spec, inverse=kept.inverse, factor=factor, residual=False, options=options)
-        return y.permute(0, 3, 1, 2)
+        return mlp, spec, drop_factor(find(module, parts.drop), u, scale)
 
 
 @runs(L.Downsample)
@@ -203,6 +231,15 @@ def output_size(conv: nn.Conv2d, x: Tensor) -> list[int]:
     return [(n - k) // s + 1 for n, k, s in zip(x.shape[2:], conv.kernel_size, conv.stride, strict=True)]
 
 
+def keeps_size(conv: nn.Module) -> bool:
+    """Whether it is a convolution, no more and no less, that gives as many positions as it is given."""
+    if type(conv) is not nn.Conv2d or not untouched(conv):
+        return False
+    if conv.padding_mode != "zeros" or conv.stride != (1, 1) or isinstance(conv.padding, str):
+        return False
+    return all(2 * p == d * (k - 1) for p, d, k in zip(conv.padding, conv.dilation, conv.kernel_size, strict=True))
+
+
 def through(block: nn.Module, name: str, x: Tensor) -> Tensor:
     """x behind a part that a block may have."""
     part = find(block, name)
@@ -216,15 +253,13 @@ def affine(module: nn.Module | None) -> tuple[Any, Any]:
     return parameter(module, "weight"), parameter(module, "bias")
 
 
-def stack(layers: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
-    """Weights and biases of layers on one input as those of one layer, through which each gets its gradient.
-
-    Where some have no bias, theirs is zero.
-    """
-    weight = torch.cat([w for w, _ in layers])
+def stack(layers: list[tuple[Tensor, Tensor | None]]) -> tuple[list[Tensor], Tensor | None]:
+    """Weights of layers on one input, which an op takes as they are: one made of them would be saved. And their biases
+    as one, through which each gets its gradient; where some have none, theirs is zero."""
+    weights = [w for w, _ in layers]
     if all(b is None for _, b in layers):
-        return weight, None
-    return weight, torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in layers])
+        return weights, None
+    return weights, torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in layers])
 
 
 def matrix(block: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
@@ -240,12 +275,15 @@ def matrix(block: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
 def attention_of(block: nn.Module, parts: L.TransformerBlock, rule: Rule) -> tuple[AttentionParams, AttentionSpec]:
     norm, scale, post_norm = find(block, parts.norm1), scale_of(block, parts.scale1), find(block, parts.post_norm1)
     q_norm, k_norm = find(block, parts.q_norm), find(block, parts.k_norm)
-    qkv, inner_norm, proj = qkv_of(block, parts), find(block, parts.attention_norm), matrix(block, parts.proj)
-    norms = *affine(inner_norm), *affine(post_norm)
+    (qkv_weight, *others), qkv_bias = qkv_of(block, parts)
+    inner_norm, proj = find(block, parts.attention_norm), matrix(block, parts.proj)
+    qkv, norms = (qkv_weight, qkv_bias), (*affine(inner_norm), *affine(post_norm))
     params = AttentionParams(*affine(norm), *qkv, *affine(q_norm), *affine(k_norm), *proj, scale, *norms)
+    if others:
+        params = params._replace(k_weight=others[0], v_weight=others[1])
     heads, softmax_scale = find(block, parts.heads), find(block, parts.softmax_scale)
     if softmax_scale is None:
-        softmax_scale = (params.qkv_weight.shape[0] // (3 * heads)) ** -0.5
+        softmax_scale = (params.proj_weight.shape[1] // heads) ** -0.5
     fused = L.FUSED[find(block, parts.fused)]
     spec = AttentionSpec(heads, softmax_scale, L.norm_of(norm) or NO_NORM, L.norm_of(q_norm), fused, rule)
     spec = spec._replace(inner_norm=L.norm_of(inner_norm), post_norm=L.norm_of(post_norm))
@@ -261,38 +299,42 @@ def scale_of(block: nn.Module, name: str) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def qkv_of(block: nn.Module, parts: L.TransformerBlock) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of the projection to queries, keys and values."""
-    weight, bias = projection_of(block, parts.qkv)
+def qkv_of(block: nn.Module, parts: L.TransformerBlock) -> tuple[list[Tensor], Tensor | None]:
+    """Weight, or weights, and bias of the projection to queries, keys and values."""
+    weights, bias = projection_of(block, parts.qkv)
     if find(block, parts.head_first):
         by_head = find(block, parts.heads), 3, -1
         weight, bias = (
-            t if t is None else t.unflatten(0, by_head).transpose(0, 1).flatten(0, 2) for t in (weight, bias)
+            t if t is None else t.unflatten(0, by_head).transpose(0, 1).flatten(0, 2) for t in (*weights, bias)
         )
+        weights = [weight]
     biases = [b for b in (find(block, name) for name in parts.qkv_bias) if b is not None]
     bias = torch.cat(biases) if biases else bias
     if bias is None or parts.key_bias:
-        return weight, bias
+        return weights, bias
     q, k, v = bias.chunk(3)
-    return weight, torch.cat([q, torch.zeros_like(k), v])
+    return weights, torch.cat([q, torch.zeros_like(k), v])
 
 
-def projection_of(block: nn.Module, name: str | tuple[str, ...]) -> tuple[Any, Any]:
-    """Weight and bias of a layer, or of that weight's own name, or of three layers as one."""
+def projection_of(block: nn.Module, name: str | tuple[str, ...]) -> tuple[list[Any], Any]:
+    """Weight and bias of a layer, or of that weight's own name; of several layers on one input their weights."""
     if not isinstance(name, str):
         return stack([matrix(block, each) for each in name])
     part = find(block, name)
-    return (part, find(block, name.replace("weight", "bias"))) if isinstance(part, Tensor) else matrix(block, name)
+    own = isinstance(part, Tensor)
+    weight, bias = (part, find(block, name.replace("weight", "bias"))) if own else matrix(block, name)
+    return [weight], bias
 
 
 def mlp_of(block: nn.Module, norm_name: str, parts: Any) -> tuple[MLPParams, MLPSpec]:
     norm, post_norm = find(block, norm_name), find(block, getattr(parts, "post_norm2", ""))
-    fc1, fc2, act = projection_of(block, parts.fc1), matrix(block, parts.fc2), activation_of(find(block, parts.act))
+    ((weight1, *value), bias1), fc2 = projection_of(block, parts.fc1), matrix(block, parts.fc2)
+    act = activation_of(find(block, parts.act))
     assert act is not None
     act = GATED + act if getattr(parts, "gated", False) else act
     inner = find(block, getattr(parts, "inner_norm", ""))
     return (
-        MLPParams(*affine(norm), *fc1, *fc2, None, *affine(inner), *affine(post_norm)),
+        MLPParams(*affine(norm), weight1, bias1, *fc2, None, *affine(inner), *affine(post_norm), *value),
         MLPSpec(L.norm_of(norm) or NO_NORM, act, None, L.norm_of(inner), L.norm_of(post_norm)),
     )
 
@@ -303,4 +345,9 @@ def drop_factor(drop_path: nn.Module | None, x: Tensor, scale: Tensor | None) ->
         return None
     dtype = autocast_dtype(x) or x.dtype
     dtype = dtype if scale is None else torch.promote_types(dtype, scale.dtype)
-    return drop_path(torch.ones(x.shape[0], *[1] * (x.dim() - 1), dtype=dtype, device=x.device)).flatten()
+    return drop_path(ones((x.shape[0], *[1] * (x.dim() - 1)), dtype, x.device)).flatten()
+
+
+@constant
+def ones(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones(shape, dtype=dtype, device=device)

@@ -21,6 +21,9 @@ from .site import original
 class PointwiseBlock(Replayed, ConvBlock):
     """A ConvNeXt block whose pointwise part runs again on kept rows of the convolution's output, which are saved."""
 
+    def is_one_function(self, module: nn.Module) -> bool:
+        return False
+
     def branch(self, module: nn.Module, u: Tensor, kept: Kept, options: BackwardOptions) -> Tensor:
         parts: A.PointwiseBlock = self.description
         dim = parts.dim(module)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..ops.constants import holding
+from ..ops.graphs import record
 
 Drawn = TypeVar("Drawn")
 HELD = 32
@@ -74,16 +75,16 @@ def views(content: Tensor, parts: list[Part]) -> list[Tensor]:
 
 
 class Captured(NamedTuple):
-    """A graph, what it draws, and where it reads the images' sizes."""
+    """What draws again, what it draws, and where it reads the images' sizes."""
 
-    graph: torch.cuda.CUDAGraph
+    replay: Callable[[], None]
     packed: Packed
     sizes: Tensor | None
 
     def drawn(self, sizes: Tensor | None) -> Any:
         if self.sizes is not None and sizes is not None:
             self.sizes.copy_(sizes)
-        self.graph.replay()
+        self.replay()
         return self.packed.copy()
 
 
@@ -93,7 +94,6 @@ class Captures:
 
     def __init__(self) -> None:
         self.graphs: OrderedDict[Hashable, Captured | None] = OrderedDict()
-        self.pool: Any = None
 
     def __reduce__(self) -> Any:
         return Captures, ()
@@ -104,30 +104,19 @@ class Captures:
         """What ``draw`` gives for these sizes; it reads them, the step counter, and nothing else that changes."""
         if not step.is_cuda or _get_current_dispatch_mode() is not None or torch.cuda.is_current_stream_capturing():
             return draw(sizes)
-        stream = torch.cuda.current_stream(step.device)
-        key = (step.data_ptr(), step.device, stream.cuda_stream, depends)
+        stream = torch.cuda.current_stream(step.device).cuda_stream
+        key = (step.data_ptr(), step.device, stream, depends)
         if key not in self.graphs:
             self.graphs[key] = None
             if len(self.graphs) > HELD:
                 self.graphs.popitem(last=False)
             return draw(sizes)
         self.graphs.move_to_end(key)
-        captured = self.graphs[key] = self.graphs[key] or self.capture(draw, sizes, stream)
+        captured = self.graphs[key] = self.graphs[key] or self.capture(draw, sizes, step.device)
         return captured.drawn(sizes)
 
-    def capture(
-        self, draw: Callable[[Tensor | None], Any], sizes: Tensor | None, stream: torch.cuda.Stream
-    ) -> Captured:
-        """All graphs share memory: what one has drawn is copied before another runs."""
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
+    def capture(self, draw: Callable[[Tensor | None], Any], sizes: Tensor | None, device: torch.device) -> Captured:
         own = None if sizes is None else sizes.clone()
-        graph, aside = torch.cuda.CUDAGraph(), torch.cuda.Stream(stream.device)
-        aside.wait_stream(stream)
-        with torch.cuda.stream(aside), holding() as constants:
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            try:
-                packed = pack(draw(own), constants, stream.device)
-            finally:
-                graph.capture_end()
-        stream.wait_stream(aside)
-        return Captured(graph, packed, own)
+        with holding() as constants:
+            packed, replay = record(lambda: pack(draw(own), constants, device), device)
+        return Captured(replay, packed, own)

@@ -18,7 +18,7 @@ def none(rows: list[Row]) -> list[Finding]:
 class Study(NamedTuple):
     """- ``jobs``: what to run; ``work``: one run, in a process of its own.
     - ``table``, ``drawings`` (by the part of the file's name), ``findings``: of all rows of a folder.
-    - ``at_trained_weights``: its runs begin from weights that are trained first; ``alone``: they run one at a time."""
+    - ``at_trained_weights``: its runs begin from weights that are trained first."""
 
     jobs: Callable[[Plan], list[Run]]
     work: Callable[[Run, Settings, Place], Iterator[Row]]
@@ -27,7 +27,6 @@ class Study(NamedTuple):
     findings: Callable[[list[Row]], list[Finding]] = none
     needs_data: bool = True
     at_trained_weights: bool = False
-    alone: bool = False
 
 
 STUDIES = {
@@ -41,6 +40,6 @@ STUDIES = {
         similarity.jobs, similarity.work, similarity.table, similarity.drawings, similarity.findings,
         at_trained_weights=True,
     ),
-    "speed": Study(speed.jobs, speed.work, speed.table, lambda rows: {}, alone=True),
+    "speed": Study(speed.jobs, speed.work, speed.table, lambda rows: {}),
     "trajectory": Study(trajectory.jobs, trajectory.work, trajectory.table, trajectory.drawings, trajectory.findings),
 }  # fmt: skip

@@ -8,12 +8,12 @@ from . import contest, results
 from .arms import FULL, GRIDS
 from .plan import Plan
 from .results import Finding, above, difference
-from .training import Data, Place, Row, Run, Settings, train
+from .training import Place, Row, Run, Settings
 
 
 def jobs(plan: Plan) -> list[Run]:
     return [
-        Run(model, arm, seed, max(plan.epochs))
+        Run(model, arm, seed, plan.lengths(model)[-1])
         for seed in range(plan.seeds)
         for model in plan.models
         for arm in plan.grids_of(model)
@@ -21,7 +21,7 @@ def jobs(plan: Plan) -> list[Run]:
 
 
 def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
-    return train(run, settings, Data.load(place.data, settings.images))
+    return contest.work(run, settings, place)
 
 
 def last(rows: list[Row]) -> dict[tuple[str, str], dict[int, float]]:

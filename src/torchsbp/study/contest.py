@@ -2,20 +2,21 @@
 
 Every arm trains for each number of epochs, with the schedule of that length. Its accuracy at another length lies
 between two of them, linear in the logarithm: so steps' times, measured one run at a time (``speed.py``), give accuracy
-at equal time. Arms that train the same model as full backpropagation have its accuracy in their own time.
+at equal time. Arms that train the same model as full backpropagation have its accuracy in their own time; with the
+first seed they may run, to show it.
 """
 
 import math
 from collections.abc import Iterator
-from itertools import pairwise, product
+from itertools import pairwise
 from statistics import mean
 
 from ..report.sheet import Drawing, drawn
 from . import results
 from .arms import ARMS, FULL
-from .plan import Plan
+from .plan import Plan, Tuned
 from .results import difference, relative
-from .training import Data, Place, Row, Run, Settings, train
+from .training import Place, Row, Run, Settings, prepared, train
 
 REACH = 1.4
 Curve = dict[int, float]
@@ -25,34 +26,45 @@ Curve = dict[int, float]
 def jobs(plan: Plan) -> list[Run]:
     """Everything with the first seed, then with the next: what is stopped early has pairs."""
     return [
-        Run(model, arm, seed, epochs, lr, drop_path)
-        for seed, epochs in product(range(plan.seeds), plan.epochs)
+        Run(model, arm, seed, longest, lr, drop_path, tuple(shorter))
+        for seed in range(plan.seeds)
         for arm in dict.fromkeys(arm for model in plan.models for arm in plan.arms_of(model))
         for model in plan.models
-        if arm in plan.arms_of(model)
-        for lr, drop_path in product(plan.lr, plan.drop_path)
+        if arm in plan.arms_of(model) and not (seed and ARMS[arm].same)
+        for lr, drop_path in plan.settings(model, arm)
+        for *shorter, longest in [plan.lengths(model)]
     ]
 
 
 def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
-    return train(run, settings, Data.load(place.data, settings.images))
+    training = prepared(run.model, run.arm, run.drop_path, settings, place.data)
+    yield from train(run, settings, training.data, training, place.out / "states" / f"{run.name}.pt")
 
 
-def curves(rows: list[Row], study: str = "contest") -> dict[tuple[str, str], dict[int, Curve]]:
-    """(model, arm) -> seed -> curve, with the learning rate and stochastic depth that suit the arm best: by the mean at
-    the greatest length."""
-    tuned: dict[tuple[str, str], dict[tuple[float, float], dict[int, Curve]]] = {}
+def tried(rows: list[Row], study: str = "contest") -> dict[tuple[str, str], dict[Tuned, dict[int, Curve]]]:
+    """(model, arm) -> learning rate, stochastic depth -> seed -> curve. Of the same length in several runs the newest
+    counts."""
+    found: dict[tuple[str, str], dict[Tuned, dict[int, Curve]]] = {}
     for row in results.of(rows, study, "accuracy"):
-        if row["epoch"] == row["epochs"]:
-            of_arm = tuned.setdefault((row["model"], row["arm"]), {})
-            of_seed = of_arm.setdefault((row["lr"], row["drop_path"]), {}).setdefault(row["seed"], {})
-            of_seed[row["epochs"]] = row["accuracy"]
+        of_arm = found.setdefault((row["model"], row["arm"]), {})
+        of_arm.setdefault((row["lr"], row["drop_path"]), {}).setdefault(row["seed"], {})[row["epoch"]] = row["accuracy"]
+    return found
+
+
+def tuned(rows: list[Row], study: str = "contest") -> dict[tuple[str, str], Tuned]:
+    """(model, arm) -> the learning rate and stochastic depth that suit it best: by the mean at the greatest length."""
 
     def rank(seeds: dict[int, Curve]) -> tuple[int, float]:
         longest = max(max(curve) for curve in seeds.values())
         return longest, mean(curve[longest] for curve in seeds.values() if longest in curve)
 
-    return {key: max(of_arm.values(), key=rank) for key, of_arm in tuned.items()}
+    return {key: max(of_arm, key=lambda its: rank(of_arm[its])) for key, of_arm in tried(rows, study).items()}
+
+
+def curves(rows: list[Row], study: str = "contest") -> dict[tuple[str, str], dict[int, Curve]]:
+    """(model, arm) -> seed -> curve, with what suits the arm best."""
+    found = tried(rows, study)
+    return {key: found[key][best] for key, best in tuned(rows, study).items()}
 
 
 def at(curve: Curve, epochs: float) -> float | None:

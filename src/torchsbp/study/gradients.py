@@ -17,10 +17,11 @@ from ..patching.apply import apply, set_step
 from ..report.sheet import Drawing, drawn
 from . import results
 from .arms import ARMS, GRIDS
+from .data import Data
 from .local import apply_local
 from .plan import Plan
 from .results import Finding, above
-from .training import Data, Place, Row, Run, Settings, augmented, trained
+from .training import Place, Row, Run, Settings, trained
 
 KEYS = ("cosine", "norm", "bias", "variance")
 Gradients = dict[str, Tensor]
@@ -29,9 +30,9 @@ Gradients = dict[str, Tensor]
 def jobs(plan: Plan) -> list[Run]:
     """Arms that take gradients of the same loss, of every grid or as given."""
     return [
-        Run(model, arm, epochs=max(plan.epochs))
+        Run(model, arm, epochs=plan.lengths(model)[-1])
         for model in plan.models
-        for arm in (plan.arms_of(model, trained=False) if plan.arms else plan.grids_of(model))
+        for arm in (plan.arms_of(model) if plan.arms else plan.grids_of(model))
         if ARMS[arm].options
     ]
 
@@ -40,9 +41,7 @@ def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
     """One row: the four numbers of every layer, at the weights that full backpropagation reaches."""
     data, arm = Data.load(place.data, settings.images), ARMS[run.arm]
     plain = trained(run.model, settings, data, place.out, run.epochs)
-    generator = torch.Generator(data.x_train.device).manual_seed(0)
-    chosen = torch.randperm(len(data.x_train), generator=generator, device=data.x_train.device)[: settings.batch]
-    x, targets = augmented(data, chosen, settings, generator)
+    x, targets = data.any_batch(settings.batch, settings.augment)
     full = by_layer(plain, x, targets)
     twin, found = copy.deepcopy(plain), []
     draw = apply_local(twin, **arm.options or {}) if arm.local else None

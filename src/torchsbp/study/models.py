@@ -1,4 +1,4 @@
-"""Models of 5 to 9 million parameters for images of 32 pixels, smaller ones for a CPU, and toys for tests.
+"""Models of about 5 million parameters for images of 32 pixels, smaller ones for a CPU, and toys for tests.
 
 Larger images have larger patches.
 """
@@ -16,7 +16,7 @@ Sizes = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is built of (image size, classes, its sizes, further options); its learning rate for batches of 512;
+    """How a model is built of (image size, classes, its sizes, further options); its learning rate for batches of 256;
     sizes by name."""
 
     build: Callable[..., nn.Module]
@@ -54,7 +54,7 @@ def video(image: int, classes: int, drop_path_rate: float, **options: Any) -> nn
 
 
 CONVNEXT: Sizes = {
-    "full": {"depths": (2, 2, 6, 2), "dims": (64, 128, 256, 512)},
+    "full": {"depths": (1, 2, 6, 2), "dims": (48, 96, 192, 384)},
     "small": {"depths": (1, 1, 4, 1), "dims": (16, 32, 64, 128)},
     "toy": {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16)},
 }
@@ -67,8 +67,8 @@ MODELS = {
             "toy": {"embed_dim": 32, "depth": 3, "num_heads": 2},
         },
     ),
-    "convnext": Recipe(convnext, 2e-3, CONVNEXT),
-    "convnext2": Recipe(partial(convnext, stem=2, scale=1e-6), 2e-3, CONVNEXT),  # as for large images: an ablation
+    "convnext": Recipe(convnext, 1e-3, CONVNEXT),
+    "convnext2": Recipe(partial(convnext, stem=2, scale=1e-6), 1e-3, CONVNEXT),  # as for large images: an ablation
     "swin": Recipe(
         swin, 1e-3,
         {

@@ -1,30 +1,45 @@
 """What a study is asked to run: models, arms, seeds, and what is tuned."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import product
 
-from .arms import ARMS, enters, of_grids
+from .arms import ARMS, FULL, enters, of_grids
+
+Tuned = tuple[float, float]
+"""learning rate (times the model's own) and stochastic depth"""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """``arms`` is empty: those of the study. ``epochs``, ``lr`` (times the model's own) and ``drop_path`` are lists:
-    every combination runs."""
+    """``arms`` is empty: those of the study. ``epochs`` by model, of all others under "" (40). ``lr`` and ``drop_path``
+    are lists: every combination runs. ``tuned``: what suits (model, arm) best so far; ``lr`` multiplies it, and
+    ``drop_path`` is then the best one if it is empty."""
 
     models: tuple[str, ...]
     arms: tuple[str, ...] = ()
     seeds: int = 1
-    epochs: tuple[int, ...] = (40,)
+    epochs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     lr: tuple[float, ...] = (1.0,)
-    drop_path: tuple[float, ...] = (0.1,)
+    drop_path: tuple[float, ...] = ()
+    tuned: Mapping[tuple[str, str], Tuned] = field(default_factory=dict)
 
-    def arms_of(self, model: str, trained: bool = True) -> list[str]:
-        """The arms that a model enters, those of the contest unless others are given; ``trained``: but for those that
-        train the same model as another."""
-        return [arm for arm in self.arms or CONTEST if enters(model, arm) and not (trained and ARMS[arm].same)]
+    def arms_of(self, model: str) -> list[str]:
+        """The arms that a model enters, those of the contest unless others are given."""
+        return [arm for arm in self.arms or CONTEST if enters(model, arm)]
 
     def grids_of(self, model: str) -> list[str]:
         """Those given, or all of the grids."""
         return [arm for arm in of_grids(model) if not self.arms or arm in self.arms]
+
+    def lengths(self, model: str) -> tuple[int, ...]:
+        """Numbers of epochs, the greatest last."""
+        return tuple(sorted(self.epochs.get(model) or self.epochs.get("", (40,))))
+
+    def settings(self, model: str, arm: str) -> list[Tuned]:
+        """What is tried. An arm that was not tuned yet begins from full backpropagation's."""
+        lr, drop_path = self.tuned.get((model, ARMS[arm].same or arm)) or self.tuned.get((model, FULL), (1.0, 0.1))
+        return list(product((factor * lr for factor in self.lr), self.drop_path or (drop_path,)))
 
 
 CONTEST = (

@@ -1,9 +1,12 @@
-"""Several runs at once on one device, each in a process of its own; what they report comes as it is found."""
+"""Several runs at once on one device, in processes; what they report comes as it is found.
+
+A process takes run after run, of those that are left one of the same model and arm if there is: it has what they
+share already.
+"""
 
 import multiprocessing
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
@@ -25,11 +28,13 @@ def reported(work: Work, run: Run, settings: Settings, place: Place) -> Iterator
         yield {"error": f"{type(error).__name__}: {text[0]}"}
 
 
-def work_on(pipe: Connection, work: Work, run: Run, settings: Settings, place: Place) -> None:
-    """In the child."""
-    for row in reported(work, run, settings, place):
-        pipe.send(row)
-    pipe.close()
+def work_on(pipe: Connection, work: Work, settings: Settings, place: Place) -> None:
+    """In the child: the runs that it is given, until it is given None or one fails, which may leave a GPU unusable."""
+    while (run := pipe.recv()) is not None:
+        for row in reported(work, run, settings, place):
+            pipe.send(row)
+            if "error" in row:
+                return
 
 
 def labelled(run: Run, row: Row) -> Row:
@@ -37,14 +42,19 @@ def labelled(run: Run, row: Row) -> Row:
 
 
 class Child:
-    """The parent's side of a run."""
+    """The parent's side of a process."""
 
-    def __init__(self, work: Work, run: Run, settings: Settings, place: Place) -> None:
-        self.run, self.ended = run, False
+    def __init__(self, work: Work, settings: Settings, place: Place, run: Run) -> None:
+        self.ended = False
         self.pipe, theirs = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=work_on, args=(theirs, work, run, settings, place), daemon=True)
+        self.process = CONTEXT.Process(target=work_on, args=(theirs, work, settings, place), daemon=True)
         self.process.start()
         theirs.close()
+        self.give(run)
+
+    def give(self, run: Run) -> None:
+        self.run = run
+        self.pipe.send(run)
 
     def row(self) -> Row | None:
         """What it says next; None, or why it failed, when it has ``ended``."""
@@ -57,6 +67,16 @@ class Child:
         return row and labelled(self.run, row)
 
 
+def next_of(left: list[Run], run: Run | None = None) -> Run:
+    """Taken from those that are left: the first that is like the run before, or the first."""
+
+    def kind(its: Run) -> tuple[str, str, float]:
+        return its.model, its.arm, its.drop_path
+
+    alike = [its for its in left if run is not None and kind(its) == kind(run)]
+    return left.pop(left.index((alike or left)[0]))
+
+
 def execute(
     work: Work, runs: Sequence[Run], settings: Settings, place: Place, jobs: int, seconds: float
 ) -> Iterator[Row]:
@@ -66,17 +86,20 @@ def execute(
         for run in runs:
             yield from (labelled(run, row) for row in reported(work, run, settings, place))
         return
-    left, end = deque(runs), time.monotonic() + seconds
+    left, end = list(runs), time.monotonic() + seconds
     alive: dict[object, Child] = {}
     try:
         while (left or alive) and time.monotonic() < end:
             while left and len(alive) < jobs:
-                child = Child(work, left.popleft(), settings, place)
+                child = Child(work, settings, place, next_of(left))
                 alive[child.pipe] = child
             for pipe in wait([child.pipe for child in alive.values()], timeout=min(3600.0, end - time.monotonic())):
-                row = alive[pipe].row()
-                if alive[pipe].ended:
+                child = alive[pipe]
+                row = child.row()
+                if child.ended:
                     del alive[pipe]
+                elif row and "done" in row:
+                    child.give(next_of(left, child.run)) if left else child.pipe.send(None)
                 if row is not None:
                     yield row
     finally:

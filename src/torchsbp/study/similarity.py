@@ -11,16 +11,17 @@ from torch import Tensor, nn
 from ..adapters.blocks import blocks_of
 from ..report.sheet import Drawing, drawn
 from . import results
+from .data import Data
 from .plan import Plan
 from .results import Finding
-from .training import Data, Place, Row, Run, Settings, augmented, trained
+from .training import Place, Row, Run, Settings, trained
 
 PAIRS = ("neighbours", "frames", "far")
 """next to each other in space; in time; any two of one image"""
 
 
 def jobs(plan: Plan) -> list[Run]:
-    return [Run(model, "full", epochs=max(plan.epochs)) for model in plan.models]
+    return [Run(model, "full", epochs=plan.lengths(model)[-1]) for model in plan.models]
 
 
 def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
@@ -30,11 +31,7 @@ def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
     found: dict[str, Tensor] = {}
     for name in blocks_of(model):
         model.get_submodule(name).register_forward_hook(partial(noted, found, name))
-    generator = torch.Generator(data.x_train.device).manual_seed(0)
-    chosen = torch.randperm(len(data.x_train), generator=generator, device=data.x_train.device)[
-        : min(64, settings.batch)
-    ]
-    x, targets = augmented(data, chosen, settings, generator)
+    x, targets = data.any_batch(min(64, settings.batch), settings.augment)
     F.cross_entropy(model(x), targets).backward()
     blocks = {}
     for name, its in found.items():

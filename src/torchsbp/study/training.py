@@ -2,12 +2,16 @@
 
 Runs of one seed are pairs: the same initial weights, the same images in the same order, the same augmentation and
 stochastic depth.
+
+A step of such a model is hundreds of kernels that run for less time than a CPU takes to launch them. So what differs
+between the steps of an epoch lies on the device (batches, rates, random numbers), a step reads its own, and where there
+is a GPU the whole of it is one CUDA graph: an epoch is as many replays. All runs of an arm are replays of one graph.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,20 +19,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import DataError
-from ..patching.apply import apply
+from ..patching.apply import apply, set_step
 from .arms import ARMS, FULL
-from .augment import Augment
+from .augment import NUMBERS, Augment
+from .data import Data
 from .local import apply_local
 from .models import MODELS, build
+from .saved import Saved
 
-KEYS = ("x_train", "y_train", "x_test", "y_test")
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Run:
-    """What differs between runs. ``lr`` multiplies the model's own learning rate."""
+    """What differs between runs. ``lr`` multiplies the model's own learning rate; ``shorter``: numbers of epochs after
+    which the run would have ended too, with the schedule of that length."""
 
     model: str
     arm: str
@@ -36,28 +41,43 @@ class Run:
     epochs: int = 40
     lr: float = 1.0
     drop_path: float = 0.1
+    shorter: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
         tuned = f"lr {self.lr:g}, drop path {self.drop_path:g}"
-        return f"{self.model}, {self.arm}, {self.epochs} epochs, {tuned}, seed {self.seed}"
+        return f"{self.model}, {self.arm}, {'+'.join(map(str, self.lengths))} epochs, {tuned}, seed {self.seed}"
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return *self.shorter, self.epochs
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all runs of a study share. ``images``: the first so many to train on, and a fifth as many to test on; 0: all
-    of them. ``masks``: to compare gradients by."""
+    """What all runs of a study share. ``warmup``: epochs; ``decay``: the share of a run in which the rate falls to 0.
+    ``images``: the first so many to train on, and a fifth as many to test on; 0: all of them. ``masks``: to compare
+    gradients by. ``capture``: steps are CUDA graphs where there is a GPU."""
 
-    batch: int = 512
+    batch: int = 256
     weight_decay: float = 0.05
-    warmup: float = 0.1
+    warmup: float = 2.0
+    decay: float = 0.4
     clip: float = 1.0
     compile: bool = True
-    evaluations: int = 4
+    capture: bool = True
     size: str = "full"
     masks: int = 16
     images: int = 0
     augment: Augment = field(default_factory=Augment)
+
+    def turn(self, length: int) -> int:
+        """The epoch in which the rate of a run of that length begins to fall."""
+        return int((1 - self.decay) * length)
+
+    def rate(self, epoch: float, length: int) -> float:
+        """Up to 1, constant, and linearly to 0. Runs of all lengths are the same before their turn."""
+        return min(1.0, epoch / self.warmup) * min(1.0, (length - epoch) / (length - self.turn(length)))
 
 
 class Place(NamedTuple):
@@ -67,99 +87,163 @@ class Place(NamedTuple):
     out: Path
 
 
-@dataclass(frozen=True)
-class Data:
-    """Images ``[N, 3, H, W]`` or clips ``[N, 3, T, H, W]`` (uint8) and labels, on the device."""
-
-    x_train: Tensor
-    y_train: Tensor
-    x_test: Tensor
-    y_test: Tensor
-
-    @classmethod
-    def load(cls, path: Path, images: int = 0) -> "Data":
-        """From an .npz file with images ``[N, H, W, 3]`` or clips ``[N, T, H, W, 3]``, to the GPU if there is one."""
-        import numpy as np
-
-        with np.load(path) as arrays:
-            missing = [key for key in KEYS if key not in arrays]
-            if missing:
-                raise DataError(f"{path} has no {', '.join(missing)}; a study needs the arrays {', '.join(KEYS)}")
-            ends = [images or None] * 2 + [images // 5 or None] * 2
-            tensors = [torch.from_numpy(arrays[key][:end]) for key, end in zip(KEYS, ends, strict=True)]
-        ready = [t.movedim(-1, 1).contiguous() if t.dim() > 1 else t.long() for t in tensors]
-        return cls(*(t.to("cuda" if torch.cuda.is_available() else "cpu") for t in ready))
-
-    @property
-    def classes(self) -> int:
-        return int(self.y_train.max()) + 1
-
-
 class Training:
-    """A model, its optimizer and its data: ``epoch`` after ``epoch``."""
+    """A model, its optimizer and its data: ``begin`` a run, then ``epoch`` after ``epoch``. An epoch depends on its
+    number and on ``state``, nothing else."""
 
     def __init__(self, run: Run, settings: Settings, data: Data) -> None:
-        self.run, self.settings, self.data = run, settings, data
-        arm, device = ARMS[run.arm], data.x_train.device
-        torch.manual_seed(run.seed)
-        self.generator = torch.Generator(device).manual_seed(run.seed + 1000 * arm.reordered)
-        more = {"patch_drop_rate": arm.patch_drop} if arm.patch_drop else {}
-        self.model = fresh(run, settings, data, **more).to(device)
+        self.settings, self.data = settings, data
+        arm = self.arm = ARMS[run.arm]
+        self.model = fresh(run, settings, data).to(data.device)
         if arm.checkpoint:
             self.model.set_grad_checkpointing(True)  # type: ignore[operator]
-        if arm.local:
-            apply_local(self.model, **arm.options or {})
-        elif arm.options is not None:
+        self.draw = apply_local(self.model, **arm.options or {}) if arm.local else None
+        if arm.options is not None and not arm.local:
             apply(self.model, **arm.options)
         # Compiled graphs of two arms have random numbers of their own unless PyTorch's are asked for.
         paired: Any = {"fallback_random": not arm.checkpoint}
         compiled = settings.compile and not arm.local
         self.forward = torch.compile(self.model, dynamic=False, options=paired) if compiled else self.model
-        fused = device.type == "cuda"
-        self.optimizer = torch.optim.AdamW(
-            groups(self.model), lr=0.0, weight_decay=settings.weight_decay, fused=fused, betas=(0.9, 0.99)
-        )
         self.batch = round(settings.batch * arm.batch)
         self.steps = len(data.x_train) // self.batch
+        self.make_epoch()
+        self.optimizer = torch.optim.AdamW(
+            groups(self.model), lr=self.rate, weight_decay=settings.weight_decay, betas=(0.9, 0.99), fused=True
+        )
+        # Eager checkpointing looks at the state of random numbers, "local" counts steps in Python: neither in a graph.
+        captured = settings.capture and data.device.type == "cuda" and (compiled or not (arm.checkpoint or arm.local))
+        self.advance = self.captured(3 if compiled else 1) if captured else self.step
+        if not captured:
+            self.step()  # at rate 0: the optimizer has its state from now on
+        self.begin(run)
 
-    def epoch(self, number: int) -> float:
-        """The mean loss of the epoch of that number, from 0."""
-        torch.manual_seed(1000 * (number + 1) + self.run.seed)  # stochastic depth: the same in every arm
-        total, losses = self.steps * self.run.epochs, []
-        order = torch.randperm(len(self.data.x_train), generator=self.generator, device=self.data.x_train.device)
-        for step, chosen in enumerate(order[: self.steps * self.batch].split(self.batch), number * self.steps):
-            rate = self.run.lr * MODELS[self.run.model].lr * schedule(step / total, self.settings.warmup)
-            losses.append(self.step(chosen, rate))
-        return float(torch.stack(losses).mean())  # waits for the device
+    def make_epoch(self) -> None:
+        """What an epoch's steps read, image numbers, rates, random numbers, whose turn it is, and add their loss to."""
+        device, steps = self.data.device, self.steps
+        self.order = torch.zeros(steps, self.batch, dtype=torch.long, device=device)
+        self.rates = torch.zeros(steps, device=device)
+        self.numbers = torch.zeros(steps, NUMBERS, self.batch, device=device)
+        self.turn = torch.zeros(1, dtype=torch.long, device=device)
+        self.rate, self.loss = (torch.zeros((), device=device) for _ in range(2))
 
-    def step(self, chosen: Tensor, rate: float) -> Tensor:
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        x, targets = augmented(self.data, chosen, self.settings, self.generator)
+    def begin(self, run: Run) -> None:
+        """Back to the first step, with the run's initial weights. It has the model, arm and stochastic depth of the
+        first one."""
+        self.run = run
+        torch.manual_seed(run.seed)
+        first = fresh(run, self.settings, self.data).state_dict().values()  # "local" has other names for them
+        for tensor, value in zip(self.model.state_dict().values(), first, strict=True):
+            tensor.copy_(value)
+        for tensors in self.optimizer.state.values():
+            for tensor in tensors.values():
+                tensor.zero_()
+
+    def epoch(self, number: int, length: int | None = None) -> float:
+        """The mean loss of the epoch of that number, from 0, in a run of that length (by default its own)."""
+        self.fill(number, length or self.run.epochs)
+        for _ in range(self.steps):
+            self.advance()
+        return float(self.loss) / self.steps  # waits for the device
+
+    def fill(self, number: int, length: int) -> None:
+        """What the steps of an epoch read."""
+        seed, steps = 1000 * (number + 1) + self.run.seed, self.steps
+        torch.manual_seed(seed)  # stochastic depth: the same in every arm
+        generator = torch.Generator().manual_seed(seed + 500 * self.arm.reordered)
+        order = torch.randperm(len(self.data.x_train), generator=generator)
+        self.order.copy_(order[: self.order.numel()].view(steps, -1))
+        self.numbers.copy_(torch.rand(self.numbers.shape, generator=generator))
+        base = self.run.lr * MODELS[self.run.model].lr
+        self.rates.copy_(
+            torch.tensor([base * self.settings.rate(number + (i + 0.5) / steps, length) for i in range(steps)])
+        )
+        self.turn.zero_()
+        self.loss.zero_()
+        if self.draw is not None:
+            self.draw.step = number * steps
+        elif self.arm.options is not None:
+            set_step(self.model, number * steps)
+
+    def step(self) -> None:
+        """The step whose turn it is."""
+        chosen, numbers, rate = (its.index_select(0, self.turn)[0] for its in (self.order, self.numbers, self.rates))
+        self.rate.copy_(rate)
+        x, targets = self.data.batch(chosen, self.settings.augment, numbers)
         with half(x):
             loss = F.cross_entropy(self.forward(x).float(), targets)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip, foreach=True)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()
+        self.loss += loss.detach()
+        self.turn.add_(1).remainder_(self.steps)
+
+    def captured(self, warm: int) -> Callable[[], None]:
+        """The step as one launch; ``warm`` of them, at rate 0, make what lasts: kernels, workspaces, the optimizer's
+        state. Without a compiler there is but one: in a second one torchsbp would capture parts of it."""
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(warm):
+                self.step()
+        torch.cuda.current_stream().wait_stream(aside)
+        for group in self.optimizer.param_groups:
+            group["capturable"] = True  # a step outside of a graph would be warned of
+        torch.cuda.reset_peak_memory_stats()  # replays allocate nothing: the peak is the capture's
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step()
+        return graph.replay
+
+    def tensors(self) -> list[Tensor]:
+        moments = [tensor for tensors in self.optimizer.state.values() for tensor in tensors.values()]
+        return [*self.model.state_dict().values(), *moments]
+
+    def state(self) -> list[Tensor]:
+        return [tensor.clone() for tensor in self.tensors()]
+
+    def restore(self, state: list[Tensor]) -> None:
+        for tensor, before in zip(self.tensors(), state, strict=True):
+            tensor.copy_(before)
 
 
-def train(run: Run, settings: Settings, data: Data, begin: Callable[[Training], Any] | None = None) -> Iterator[Row]:
-    """A row after every evaluation: epoch, accuracy in percent, mean loss, seconds of training. ``begin`` is given the
-    training before its first step."""
-    training = Training(run, settings, data)
-    if begin is not None:
-        begin(training)
-    evaluated = {round(run.epochs * i / settings.evaluations) for i in range(1, settings.evaluations + 1)}
-    seconds = 0.0
-    for epoch in range(1, run.epochs + 1):
-        start = time.perf_counter()
-        loss = training.epoch(epoch - 1)
-        seconds += time.perf_counter() - start
-        if epoch in evaluated:
-            right = predictions(training.model, data, settings.batch) == data.y_test
-            yield {"epoch": epoch, "accuracy": 100 * float(right.float().mean()), "loss": loss, "seconds": seconds}
+def train(
+    run: Run, settings: Settings, data: Data, training: Training | None = None, file: Path | None = None
+) -> Iterator[Row]:
+    """A row at the end of every length: epoch, accuracy in percent, mean loss, seconds since the beginning. Shorter
+    ones turn off the way of the longest, which goes on from where they did. ``training``: that of another run, to be
+    used again; ``file``: where this run is saved, and begins if it was stopped there."""
+    start, saved = time.perf_counter(), Saved(file)
+    training = training or Training(run, settings, data)
+    training.begin(run)
+    done = saved.load(training)
+    for length in run.lengths:
+        longest, turn = length == run.epochs, settings.turn(length)
+        if done > turn and not longest:
+            continue  # it turned off before the run was stopped
+        while done < turn:
+            training.epoch(done, length)
+            done += 1
+            saved.save(training, done)
+        before, loss = training.state(), 0.0
+        for number in range(done, length):
+            if longest:
+                saved.save(training, number)
+            loss = training.epoch(number, length)
+        right = predictions(training.model, data, settings.batch) == data.y_test
+        accuracy, seconds = 100 * float(right.float().mean()), time.perf_counter() - start
+        yield {"epoch": length, "accuracy": accuracy, "loss": loss, "seconds": seconds}
+        if not longest:
+            training.restore(before)
+    saved.remove()
+
+
+@lru_cache(maxsize=1)
+def prepared(model: str, arm: str, drop_path: float, settings: Settings, data: Path) -> Training:
+    """What runs of an arm have in common, made once: they are replays of one graph."""
+    if settings.compile:
+        torch.compiler.reset()  # what a class is compiled to is limited in number: those before are not needed
+    return Training(Run(model, arm, drop_path=drop_path), settings, Data.load(data, settings.images))
 
 
 def trained(model: str, settings: Settings, data: Data, folder: Path, epochs: int) -> nn.Module:
@@ -168,32 +252,28 @@ def trained(model: str, settings: Settings, data: Data, folder: Path, epochs: in
     about = f"{settings.size}, batch {settings.batch}" + (f", {settings.images} images" if settings.images else "")
     file = folder / "weights" / f"{run.name}, {about}.pt"
     if not file.exists():
-        kept: list[Training] = []
-        for row in train(run, settings, data, kept.append):
+        training = Training(run, settings, data)
+        for row in train(run, settings, data, training):
             print(f"{run.name}: {row}", flush=True)
         file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(kept[0].model.state_dict(), file)
+        torch.save(training.model.state_dict(), file)
     result = fresh(run, settings, data)
     result.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
-    return result.to(data.x_train.device)
+    return result.to(data.device)
 
 
-def fresh(run: Run, settings: Settings, data: Data, **options: Any) -> nn.Module:
+def fresh(run: Run, settings: Settings, data: Data) -> nn.Module:
+    """The model before its first step, on the CPU."""
+    left_out = ARMS[run.arm].patch_drop
     return build(
-        run.model, settings.size, data.x_train.shape[-1], data.classes, drop_path_rate=run.drop_path, **options
-    ).train()
-
-
-def augmented(data: Data, chosen: Tensor, settings: Settings, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Images around 0 and targets ``[B, classes]``; clips stay as they are."""
-    x, y = data.x_train[chosen].float() / 255, data.y_train[chosen]
-    x, targets = settings.augment(x, y, data.classes, generator)
-    return x - 0.5, targets
+        run.model, settings.size, data.x_train.shape[-1], data.classes, drop_path_rate=run.drop_path,
+        **({"patch_drop_rate": left_out} if left_out else {}),
+    ).train()  # fmt: skip
 
 
 def half(x: Tensor) -> torch.autocast:
-    """Products in bfloat16, on a GPU."""
-    return torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda)
+    """Products in bfloat16, on a GPU. A CUDA graph may not read what was cast before it."""
+    return torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda, cache_enabled=False)
 
 
 def groups(model: nn.Module) -> list[Row]:
@@ -201,13 +281,6 @@ def groups(model: nn.Module) -> list[Row]:
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-
-
-def schedule(progress: float, warmup: float) -> float:
-    """Linear warm-up, then half a cosine."""
-    if progress < warmup:
-        return progress / warmup
-    return 0.5 * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup)))
 
 
 @torch.no_grad()

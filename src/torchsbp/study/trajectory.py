@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from ..adapters.blocks import blocks_of
 from ..report.sheet import Drawing, drawn
 from . import results
-from .arms import FULL
+from .arms import ARMS, FULL
+from .data import Data
 from .plan import Plan
 from .results import Finding
-from .training import Data, Place, Row, Run, Settings, Training, predictions, train
+from .training import Place, Row, Run, Settings, Training, predictions
 
 PAPERS, CONTROL = "grid 0.5", "other order"
 ARMS_HERE = (PAPERS, "own rows 0.5", "down exact, own rows 0.5", CONTROL)
@@ -28,33 +29,34 @@ ARMS_HERE = (PAPERS, "own rows 0.5", "down exact, own rows 0.5", CONTROL)
 def jobs(plan: Plan) -> list[Run]:
     arms = plan if plan.arms else replace(plan, arms=ARMS_HERE)
     return [
-        Run(model, arm, seed, max(plan.epochs))
+        Run(model, arm, seed, plan.lengths(model)[-1])
         for seed in range(plan.seeds)
         for model in plan.models
         for arm in arms.arms_of(model)
-        if arm != FULL
+        if arm != FULL and not ARMS[arm].same
     ]
 
 
 def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
     """A row per epoch: norms by block in both runs, cosines of their weights, and how many predictions agree."""
-    data, settings = Data.load(place.data, settings.images), replace(settings, evaluations=run.epochs)
-    pairs: list[Training] = []
-    norms: list[dict[str, list[Tensor]]] = []
-
-    def begin(training: Training) -> None:
-        pairs.append(training)
-        norms.append(watched(training.model))
-
-    both = [train(its, settings, data, begin) for its in (replace(run, arm=FULL), run)]
-    for full, mine in zip(*both, strict=True):
-        a, b = (its.model for its in pairs)
-        same = predictions(a, data, settings.batch) == predictions(b, data, settings.batch)
+    # Hooks are called where gradients are computed step by step, not where a graph is replayed.
+    data, settings = Data.load(place.data, settings.images), replace(settings, capture=False)
+    pairs = [Training(its, settings, data) for its in (replace(run, arm=FULL), run)]
+    norms = [watched(its.model) for its in pairs]
+    for number in range(run.epochs):
+        for its in pairs:
+            its.epoch(number)
+        full, mine = (predictions(its.model, data, settings.batch) for its in pairs)
         yield {
-            "epoch": mine["epoch"], "accuracy": mine["accuracy"], "full_accuracy": full["accuracy"],
-            "agreement": 100 * float(same.float().mean()), "weights": weights(a, b),
+            "epoch": number + 1, "accuracy": share(mine == data.y_test), "full_accuracy": share(full == data.y_test),
+            "agreement": share(mine == full), "weights": weights(*(its.model for its in pairs)),
             "full_norms": emptied(norms[0], pairs[0].steps), "norms": emptied(norms[1], pairs[1].steps),
         }  # fmt: skip
+
+
+def share(right: Tensor) -> float:
+    """In percent."""
+    return 100 * float(right.float().mean())
 
 
 def block_names(model: nn.Module) -> Callable[[str], str]:

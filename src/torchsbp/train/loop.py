@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..errors import RunError, SignalError
+from ..memory.peak import peak_bytes
 from ..memory.saved import Saved
 from ..memory.sizes import MIB
 from . import tasks
@@ -202,7 +203,7 @@ class Trainer(Lasting):
         """MiB: the peak on a GPU; on a CPU, in eager mode, what the first forward saved for backward."""
         device = self.processes.device
         if device.type == "cuda":
-            return torch.cuda.max_memory_allocated(device) / MIB
+            return peak_bytes(device) / MIB
         return None if self.saved is None else self.saved.total / MIB
 
     def write(self, kind: str, **values: Any) -> None:

@@ -87,6 +87,15 @@ class Stage(RoIHeads):
         )  # fmt: skip
         self.stage, self.keep_ratio, self.recompute = stage, spec.keep_ratio, spec.recompute
 
+    def select(self, proposals: list[Tensor], targets: Targets) -> list[list[Tensor]]:
+        """Proposals to train with, those of the objects' own boxes among them; which object each was matched with, and
+        its class. As ``select_training_samples`` does it, which codes the boxes of all of them besides."""
+        boxes = [its["boxes"].to(proposals[0].dtype) for its in targets]
+        proposals = self.add_gt_proposals(proposals, boxes)
+        found = proposals, *self.assign_targets_to_proposals(proposals, boxes, [its["labels"] for its in targets])
+        chosen = self.subsample(found[2])
+        return [[its[index] for its, index in zip(values, chosen, strict=True)] for values in found]
+
     def predict(self, features: Features, proposals: list[Tensor], padded: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Class logits ``[n, classes]`` and coded boxes ``[n, classes, 4]`` of all images' proposals."""
 
@@ -168,7 +177,7 @@ class Heads(nn.Module):
         """By name; of a cascade with the number of the stage."""
         found: dict[str, Tensor] = {}
         for number, stage in enumerate(self.stages):
-            proposals, matched, labels, _ = stage.select_training_samples(proposals, targets)
+            proposals, matched, labels = stage.select(proposals, targets)
             aims = [matched_boxes(its["boxes"], index) for its, index in zip(targets, matched, strict=True)]
             logits, deltas = stage.predict(features, proposals, padded)
             losses = stage.losses(logits, deltas, proposals, labels, aims)

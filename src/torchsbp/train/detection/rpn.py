@@ -6,7 +6,6 @@ same, and there is no dense backward pass.
 """
 
 from collections import OrderedDict
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -100,26 +99,28 @@ def at(head: Any, maps: list[Tensor], chosen: Tensor) -> tuple[Tensor, Tensor]:
 def surroundings(x: Tensor, shapes: tuple[tuple[int, int], ...], positions: Tensor) -> Tensor:
     """The 3 × 3 neighbours of positions of maps of these shapes, one after the other in ``x [B, n, C]``; positions are
     numbered through all samples. ``[m, 9, C]``, zero beyond the edges."""
-    table = levels_of(shapes, x.device)
-    number = positions % x.shape[1]
-    start, height, width = table[:, torch.bucketize(number, table[0], right=True) - 1].unsqueeze(2)
-    number = number[:, None] - start
-    down, right = neighbours(x.device)
-    i, j = number // width + down, number % width + right
-    row, column = i % height, j % width
-    within = (row == i) & (column == j)
-    place = (positions[:, None] - number) + row * width + column
-    return x.flatten(0, 1).index_select(0, place.flatten()).view(*place.shape, -1) * within.unsqueeze(2)
+    distance, within = neighbours(shapes, x.device)
+    kind = kinds(shapes, x.device)[positions % x.shape[1]].long()
+    place = positions[:, None] + distance[kind]
+    return x.flatten(0, 1).index_select(0, place.flatten()).view(*place.shape, -1) * within[kind].unsqueeze(2)
 
 
 @constant
-def levels_of(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    """Where the maps begin, their heights and widths, ``[3, maps]``."""
-    starts = [0, *accumulate(h * w for h, w in shapes)][:-1]
-    return torch.tensor([starts, *zip(*shapes, strict=True)], device=device)
+def kinds(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    """Of every position ``[n]``: 16 for each map before its own; 8, 4, 2, 1 at the upper, lower, left, right edge."""
+    found = []
+    for number, (height, width) in enumerate(shapes):
+        i, j = torch.arange(height, device=device)[:, None], torch.arange(width, device=device)
+        kind = 16 * number + 8 * (i == 0) + 4 * (i == height - 1) + 2 * (j == 0) + (j == width - 1)
+        found.append(kind.flatten().byte())
+    return torch.cat(found)
 
 
 @constant
-def neighbours(device: torch.device) -> Tensor:
-    """How far down and to the right the nine of them are, ``[2, 9]``."""
-    return torch.tensor([(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)], device=device).T
+def neighbours(shapes: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """For every kind of position the distances to its nine neighbours, among the positions, and whether these are on
+    the map, ``[kinds, 9]``. Those which are not have no distance."""
+    down, right = torch.tensor([(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)], device=device).T
+    edges = 8 * (down < 0) + 4 * (down > 0) + 2 * (right < 0) + (right > 0)
+    within = (torch.arange(16, device=device)[:, None] & edges) == 0
+    return torch.cat([(down * width + right) * within for _, width in shapes]), within.repeat(len(shapes), 1)

@@ -222,9 +222,10 @@ class Detection(Task):
         self.mean, self.std = (255 * torch.tensor(its, device=device).view(3, 1, 1) for its in (data.mean, data.std))
 
     def prepare(self, batch: Batch, training: bool) -> Batch:
-        batch = super().prepare(batch, training)
+        """The sizes stay where they can be read without waiting for the device."""
+        sizes, batch = batch.sizes, super().prepare(batch, training)
         images = ((batch.images.float() - self.mean) / self.std).masked_fill_(padding_of(batch), 0)
-        return batch._replace(images=images.contiguous(memory_format=self.memory_format))
+        return batch._replace(images=images.contiguous(memory_format=self.memory_format), sizes=sizes)
 
     # Model
 

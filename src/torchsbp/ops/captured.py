@@ -1,0 +1,70 @@
+"""captured: passes of an autograd function that a GPU may be told of in one launch."""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .device import device_of
+from .graphs import Tensors
+from .layers import Grad
+
+
+class Noted:
+    """Stands in for the ctx of a forward pass."""
+
+    saved: tuple[Grad, ...]
+    static: Any
+
+    def save_for_backward(self, *tensors: Grad) -> None:
+        self.saved = tensors
+
+
+def captured_forward(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The forward of a function that gives one tensor, for the first of its arguments and others, leaves in its ctx
+    what is saved, and in ``ctx.static`` what else its backward needs, which can be hashed."""
+
+    def run(others: Sequence[Any], tensors: Tensors) -> tuple[Tensors, Any]:
+        ctx = Noted()
+        flat = [other if t is None else t for t, other in zip(tensors, others, strict=True)]
+        y = forward(ctx, *flat)
+        return (y, *ctx.saved), ctx.static
+
+    @wraps(forward)
+    def wrapper(ctx: Any, *flat: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            return forward(ctx, *flat)
+        tensors = [value if isinstance(value, Tensor) else None for value in flat]
+        others = tuple(None if isinstance(value, Tensor) else value for value in flat)
+        (y, *saved), ctx.static = device_of(flat[0]).run_pass(run, others, tensors)
+        ctx.save_for_backward(*saved)
+        return y
+
+    return wrapper
+
+
+class Context(NamedTuple):
+    """Stands in for the ctx of a backward pass."""
+
+    saved_tensors: Tensors
+    needs_input_grad: tuple[Any, ...]
+    static: Any
+
+
+def captured_backward(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """The backward of such a function."""
+
+    def run(others: Any, tensors: Tensors) -> tuple[Tensors, Any]:
+        return backward(Context(tensors[1:], *others), tensors[0]), None
+
+    @wraps(backward)
+    def wrapper(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        if torch.compiler.is_compiling():
+            return backward(ctx, dy)
+        others = ctx.needs_input_grad, ctx.static
+        found, _ = device_of(dy).run_pass(run, others, (dy, *ctx.saved_tensors))
+        return tuple(found)
+
+    return wrapper

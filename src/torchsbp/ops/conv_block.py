@@ -1,0 +1,108 @@
+"""The ConvNeXt block as one function: ``y = x + s · gate(γ ∘ (W₂ act(W₁ norm(conv(x)) + b₁) + b₂))``.
+
+The MLP branch on the output of a convolution that keeps the size of its input. The convolution is exact: all of x is
+saved, in the precision of products; of its output the kept rows. Left to autograd, it would be some fifteen launches
+beside the branch's captured passes.
+"""
+
+from inspect import unwrap
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import rows as R
+from .captured import Context, Noted, captured_backward, captured_forward
+from .device import device_of
+from .layers import BackwardOptions, Grad, aten, autocast_dtype, cast
+from .mlp import MLPInputs, MLPParams, MLPSpec, _MLPBranch
+from .named import first, split
+from .once import once
+
+branch_forward, branch_backward = unwrap(_MLPBranch.forward), unwrap(_MLPBranch.backward)
+"""The branch's passes as they stand: those of the block are captured as a whole."""
+
+
+class ConvParams(NamedTuple):
+    """The parameters of the convolution; ``weight [C, C / groups, kh, kw]``."""
+
+    weight: Any
+    bias: Grad
+
+
+class ConvSpec(NamedTuple):
+    """What is static about it; its stride is 1."""
+
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+
+
+def conv_block(
+    x: Tensor,
+    rows: R.Rows,
+    conv: ConvParams,
+    conv_spec: ConvSpec,
+    mlp: MLPParams,
+    mlp_spec: MLPSpec,
+    *,
+    inverse: Tensor | None = None,
+    factor: Tensor | None = None,
+    options: BackwardOptions = BackwardOptions(),
+) -> Tensor:
+    """The block on ``x [B, C, H, W]``, of scope "branch"; ``factor [B]`` is stochastic depth's factor per sample,
+    ``inverse`` that of ``rows`` if it is at hand."""
+    assert options.scope == "branch"
+    spec = mlp_spec._replace(dtype=autocast_dtype(x))
+    return _ConvBlock.apply(*ConvInputs(x, rows, inverse, factor, conv_spec, spec, options), *conv, *mlp)
+
+
+class ConvInputs(NamedTuple):
+    """What the function takes before the parameters; as gradients, all but that of x are None."""
+
+    x: Any
+    rows: R.Rows = None
+    inverse: Grad = None
+    factor: Grad = None
+    conv_spec: ConvSpec | None = None
+    mlp_spec: MLPSpec | None = None
+    options: BackwardOptions | None = None
+
+
+class ConvSaved(NamedTuple):
+    """What the function saves before what the branch does: x and the convolution's weight, as they were multiplied."""
+
+    x: Tensor
+    weight: Tensor
+
+
+class _ConvBlock(torch.autograd.Function):
+    @staticmethod
+    @captured_forward
+    def forward(ctx: Any, *flat: Any) -> Tensor:
+        (x, rows, inverse, factor, conv_spec, spec, options), conv, mlp = split(flat, ConvInputs, ConvParams, MLPParams)
+        weight, bias = device_of(x).cast(spec.dtype, *conv)
+        seen = cast(x, spec.dtype)
+        u = F.conv2d(seen, weight, bias, 1, *conv_spec).permute(0, 2, 3, 1)
+        branch = Noted()
+        y = branch_forward(branch, *MLPInputs(u, rows, inverse, factor, spec, False, options), *mlp)
+        ctx.save_for_backward(*ConvSaved(seen, weight), *branch.saved)
+        ctx.static = conv_spec, conv.weight.dtype, x.dtype, branch.static
+        return y.permute(0, 3, 1, 2) + x
+
+    @staticmethod
+    @once
+    @captured_backward
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        (x, weight), saved = first(ctx.saved_tensors, ConvSaved)
+        needs, needs_conv, needs_mlp = split(ctx.needs_input_grad, ConvInputs, ConvParams, MLPParams)
+        (padding, dilation, groups), dtype, x_dtype, static = ctx.static
+        branch = Context(saved, (*MLPInputs(True), *needs_mlp), static)
+        (du, *_), grads = split(branch_backward(branch, dy.permute(0, 2, 3, 1)), MLPInputs, MLPParams)
+        dx, dw, db = aten.convolution_backward(
+            du.permute(0, 3, 1, 2), x, weight, [weight.shape[0]], [1, 1], padding, dilation, False, [0, 0], groups,
+            [needs.x, *needs_conv],
+        )  # fmt: skip
+        dx = cast(cast(dy, x_dtype) + dx, x_dtype) if needs.x else None
+        return *ConvInputs(dx), *(None if d is None else cast(d, dtype) for d in (dw, db)), *grads

@@ -1,0 +1,58 @@
+"""Images and labels of a study, and the batches that are made of them."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Generator, Tensor
+
+from ..errors import DataError
+from .augment import NUMBERS, Augment
+
+KEYS = ("x_train", "y_train", "x_test", "y_test")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Images ``[N, 3, H, W]`` or clips ``[N, 3, T, H, W]`` (uint8) and labels, on the device."""
+
+    x_train: Tensor
+    y_train: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    classes: int
+
+    @classmethod
+    @lru_cache(maxsize=1)
+    def load(cls, path: Path, images: int = 0) -> "Data":
+        """From an .npz file with images ``[N, H, W, 3]`` or clips ``[N, T, H, W, 3]``, to the GPU if there is one. What
+        one process loads again it has."""
+        import numpy as np
+
+        with np.load(path) as arrays:
+            missing = [key for key in KEYS if key not in arrays]
+            if missing:
+                raise DataError(f"{path} has no {', '.join(missing)}; a study needs the arrays {', '.join(KEYS)}")
+            ends = [images or None] * 2 + [images // 5 or None] * 2
+            tensors = [torch.from_numpy(arrays[key][:end]) for key, end in zip(KEYS, ends, strict=True)]
+        ready = [t.movedim(-1, 1).contiguous() if t.dim() > 1 else t.long() for t in tensors]
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        x_train, y_train, x_test, y_test = (t.to(device) for t in ready)
+        return cls(x_train, y_train, x_test, y_test, classes=int(y_train.max()) + 1)
+
+    @property
+    def device(self) -> torch.device:
+        return self.x_train.device
+
+    def batch(self, chosen: Tensor, augment: Augment, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Those images, augmented by the numbers, around 0; targets ``[B, classes]``."""
+        x, targets = augment(self.x_train[chosen].float() / 255, self.y_train[chosen], self.classes, numbers)
+        return x - 0.5, targets
+
+    def any_batch(self, size: int, augment: Augment) -> tuple[Tensor, Tensor]:
+        """The same one every time."""
+        generator = Generator().manual_seed(0)
+        chosen = torch.randperm(len(self.x_train), generator=generator)[:size]
+        numbers = torch.rand(NUMBERS, len(chosen), generator=generator)
+        return self.batch(chosen.to(self.device), augment, numbers.to(self.device))

@@ -1,0 +1,143 @@
+"""Passes replayed from a graph: the same outputs and gradients, for every block of a kind. Without a GPU a graph is
+stood in for by what it would do: run again on the memory that it was captured with."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from torchsbp.ops import graphs as module
+from torchsbp.ops.block import transformer_block
+from torchsbp.ops.conv_block import ConvParams, ConvSpec, conv_block
+from torchsbp.ops.device import CPU, CUDA
+from torchsbp.ops.downsample import DownsampleSpec, downsample
+from torchsbp.ops.heads import AttentionSpec
+from torchsbp.ops.mlp import MLPParams, MLPSpec, mlp_branch
+
+from .helpers import attention_params, downsample_params, gradients, kept_rows, mlp_params
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+B, N, C, HEADS = 2, 24, 48, 3
+SPEC = AttentionSpec(HEADS, 0.25)
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch):
+    """Those of the test alone."""
+
+    def again(run, device):
+        def on(place):
+            with monkeypatch.context() as patch:
+                patch.setattr(module, "empty", place)
+                return run()
+
+        places, (results, extra) = on(lambda tensor: None if tensor is None else tensor.clone())
+
+        def replay():
+            there = iter(places)
+            _, (found, _) = on(lambda tensor: next(there))
+            for old, new in zip(results, found, strict=True):
+                if old is not None:
+                    old.copy_(new)
+
+        return (places, (results, extra)), replay
+
+    monkeypatch.setattr(module, "_GRAPHS", OrderedDict())
+    if DEVICE == "cpu":
+        monkeypatch.setattr(CPU, "run_pass", CUDA.run_pass)
+        monkeypatch.setattr(module, "suits", module.small)
+        monkeypatch.setattr(module, "record", again)
+    return module
+
+
+def on_device(params):
+    return type(params)(*(None if t is None else t.detach().to(DEVICE).requires_grad_() for t in params))
+
+
+def block(seed: int, rows):
+    torch.manual_seed(seed)
+    x = torch.randn(B, N, C, device=DEVICE, requires_grad=True)
+    p1 = on_device(attention_params(C, HEADS, dtype=torch.float32))
+    p2 = on_device(mlp_params(C, 2 * C, dtype=torch.float32))
+    return transformer_block(x, rows, p1, SPEC, p2, MLPSpec()), (x, *p1, *p2)
+
+
+def mlp(seed: int, rows):
+    torch.manual_seed(seed)
+    x = torch.randn(B, 4, 6, C, device=DEVICE, requires_grad=True)
+    p = on_device(mlp_params(C, 2 * C, dtype=torch.float32))
+    return mlp_branch(x, rows, p, residual=False), (x, *p)
+
+
+def conv(seed: int, rows):
+    torch.manual_seed(seed)
+    x = torch.randn(B, C, 4, 6, device=DEVICE).to(memory_format=torch.channels_last).requires_grad_()
+    p1 = on_device(ConvParams(torch.randn(C, 1, 7, 7), torch.randn(C)))
+    p2 = on_device(mlp_params(C, 2 * C, dtype=torch.float32))
+    return conv_block(x, rows, p1, ConvSpec((3, 3), (1, 1), C), p2, MLPSpec()), (x, *p1, *p2)
+
+
+def down(seed: int, rows):
+    torch.manual_seed(seed)
+    x = torch.randn(B, C, 8, 12, device=DEVICE).to(memory_format=torch.channels_last).requires_grad_()
+    p = on_device(downsample_params(C, 2 * C, 2, dtype=torch.float32))
+    return downsample(x, rows, p, DownsampleSpec((2, 2))), (x, *p)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+@pytest.mark.parametrize("op", [block, mlp, conv, down])
+def test_replayed_passes_give_what_the_passes_give(op, ratio, graphs, monkeypatch):
+    """Three blocks of one shape and other values: the first runs as it is, the third by the graphs of the second."""
+    rows = kept_rows(B, N, ratio)
+    rows = None if rows is None else rows.to(DEVICE)
+    kept = []
+    for seed in range(3):
+        y, leaves = op(seed, rows)
+        found = y, *gradients(y, torch.randn_like(y), leaves)
+        torch.manual_seed(seed)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "LARGEST", 0)
+            y, leaves = op(seed, rows)
+            expected = y, *gradients(y, torch.randn_like(y), leaves)
+        kept.append((found, [None if t is None else t.clone() for t in expected]))
+    forward, backward = graphs._GRAPHS.values()
+    assert isinstance(forward, module.Graph)
+    assert isinstance(backward, module.Graph)
+    for found, expected in kept:  # what was given stays as it was given
+        for a, b in zip(found, expected, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or torch.equal(a, b)
+
+
+def test_what_is_passed_on_is_not_copied(graphs):
+    """Parameters, and x where it is saved as it is, are saved themselves by a replayed forward pass."""
+    for seed in range(3):
+        y, leaves = block(seed, None)
+        y.sum().backward(retain_graph=True)
+    saved = y.grad_fn.saved_tensors
+    assert {t.data_ptr() for t in leaves if t is not None} <= {t.data_ptr() for t in saved if t is not None}
+
+
+def test_other_shapes_and_other_needs_have_graphs_of_their_own(graphs):
+    for rows in (kept_rows(B, N, 0.5), kept_rows(B, N, 0.25), None):
+        y, leaves = mlp(0, None if rows is None else rows.to(DEVICE))
+        gradients(y, torch.ones_like(y), leaves)
+    x, *p = leaves
+    mlp_branch(x.detach(), None, MLPParams(*p), residual=False).sum().backward()
+    assert len(graphs._GRAPHS) == 7  # whether x needs a gradient makes no difference in forward
+
+
+def test_blocks_of_one_step_are_not_captured(graphs):
+    """Image sizes that come once are not worth it."""
+    rows = kept_rows(B, N, 0.5).to(DEVICE)
+    (y, _), (z, _) = mlp(0, rows), mlp(1, rows)
+    (y + z).sum().backward()
+    assert all(isinstance(step, int) for step in graphs._GRAPHS.values())
+
+
+def test_as_many_graphs_as_are_held(graphs, monkeypatch):
+    monkeypatch.setattr(module, "HELD", 2)
+    for ratio in (0.25, 0.5, 0.75):
+        y, leaves = mlp(0, kept_rows(B, N, ratio).to(DEVICE))
+        gradients(y, torch.ones_like(y), leaves)
+    assert len(graphs._GRAPHS) == 2
