@@ -1,4 +1,4 @@
-"""Strategies of blocks that are known part by part: their parameters, read at every call, and the ops that run them."""
+"""Strategies of blocks that are known part by part: the ops that run them, on parameters read at every call."""
 
 import math
 from dataclasses import dataclass
@@ -9,12 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..adapters import lean as L
-from ..adapters import lora
 from ..adapters.base import untouched
-from ..adapters.names import find, parameter
+from ..adapters.names import find
 from ..errors import UsageError
 from ..ops import rows as R
-from ..ops.activations import GATED, activation_of
 from ..ops.attention import attention_branch
 from ..ops.block import transformer_block
 from ..ops.constants import constant
@@ -22,13 +20,13 @@ from ..ops.conv_block import ConvParams, ConvSpec, conv_block
 from ..ops.downsample import DownsampleParams, DownsampleSpec, downsample
 from ..ops.gate import gate
 from ..ops.heads import AttentionParams, AttentionSpec
-from ..ops.layers import COSINE, NO_NORM, BackwardOptions, autocast_dtype
+from ..ops.layers import BackwardOptions, autocast_dtype
 from ..ops.mlp import MLPParams, MLPSpec, mlp_branch
-from ..ops.rules import Rule
 from ..ops.window_attention import NO_WINDOWS, Cut, one_window
 from ..sampling.masks import Kept
+from .parameters import affine, attention_of, mlp_of, scale_of
 from .sampled import SampledBlock, Sampling, runs
-from .site import Strategy, original, refuse
+from .site import Strategy, original
 
 
 class BlockParts(NamedTuple):
@@ -244,99 +242,6 @@ def through(block: nn.Module, name: str, x: Tensor) -> Tensor:
     """x behind a part that a block may have."""
     part = find(block, name)
     return x if part is None else part(x)
-
-
-def affine(module: nn.Module | None) -> tuple[Any, Any]:
-    """Weight and bias of a norm or convolution; None where it has none."""
-    if module is None or isinstance(module, nn.Identity):
-        return None, None
-    return parameter(module, "weight"), parameter(module, "bias")
-
-
-def stack(layers: list[tuple[Tensor, Tensor | None]]) -> tuple[list[Tensor], Tensor | None]:
-    """Weights of layers on one input, which an op takes as they are: one made of them would be saved. And their biases
-    as one, through which each gets its gradient; where some have none, theirs is zero."""
-    weights = [w for w, _ in layers]
-    if all(b is None for _, b in layers):
-        return weights, None
-    return weights, torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in layers])
-
-
-def matrix(block: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of a block's linear layer or 1×1 convolution, as a matrix; adapters may be put on it any time."""
-    layer = find(block, name)
-    if isinstance(layer, (nn.Linear, nn.Conv2d)):
-        weight, bias = affine(layer)
-        return weight if weight.dim() == 2 else weight.flatten(1), bias
-    refuse(block, list(L.check_linear(name, layer)))
-    return lora.weight(layer), layer.base_layer.bias
-
-
-def attention_of(block: nn.Module, parts: L.TransformerBlock, rule: Rule) -> tuple[AttentionParams, AttentionSpec]:
-    norm, scale, post_norm = find(block, parts.norm1), scale_of(block, parts.scale1), find(block, parts.post_norm1)
-    q_norm, k_norm = find(block, parts.q_norm), find(block, parts.k_norm)
-    (qkv_weight, *others), qkv_bias = qkv_of(block, parts)
-    inner_norm, proj = find(block, parts.attention_norm), matrix(block, parts.proj)
-    qkv, norms = (qkv_weight, qkv_bias), (*affine(inner_norm), *affine(post_norm))
-    params = AttentionParams(*affine(norm), *qkv, *affine(q_norm), *affine(k_norm), *proj, scale, *norms)
-    if others:
-        params = params._replace(k_weight=others[0], v_weight=others[1])
-    heads, softmax_scale = find(block, parts.heads), find(block, parts.softmax_scale)
-    if softmax_scale is None:
-        softmax_scale = (params.proj_weight.shape[1] // heads) ** -0.5
-    fused = L.FUSED[find(block, parts.fused)]
-    spec = AttentionSpec(heads, softmax_scale, L.norm_of(norm) or NO_NORM, L.norm_of(q_norm), fused, rule)
-    spec = spec._replace(inner_norm=L.norm_of(inner_norm), post_norm=L.norm_of(post_norm))
-    if not parts.logit_scale:
-        return params, spec
-    factor = L.cosine_factor(find(block, parts.logit_scale))
-    return params._replace(q_norm_weight=factor), spec._replace(softmax_scale=1.0, qk_norm=COSINE)
-
-
-def scale_of(block: nn.Module, name: str) -> Tensor | None:
-    """Layer scale; a block that has none may have a 1 in its place."""
-    found = find(block, name)
-    return found if isinstance(found, Tensor) else None
-
-
-def qkv_of(block: nn.Module, parts: L.TransformerBlock) -> tuple[list[Tensor], Tensor | None]:
-    """Weight, or weights, and bias of the projection to queries, keys and values."""
-    weights, bias = projection_of(block, parts.qkv)
-    if find(block, parts.head_first):
-        by_head = find(block, parts.heads), 3, -1
-        weight, bias = (
-            t if t is None else t.unflatten(0, by_head).transpose(0, 1).flatten(0, 2) for t in (*weights, bias)
-        )
-        weights = [weight]
-    biases = [b for b in (find(block, name) for name in parts.qkv_bias) if b is not None]
-    bias = torch.cat(biases) if biases else bias
-    if bias is None or parts.key_bias:
-        return weights, bias
-    q, k, v = bias.chunk(3)
-    return weights, torch.cat([q, torch.zeros_like(k), v])
-
-
-def projection_of(block: nn.Module, name: str | tuple[str, ...]) -> tuple[list[Any], Any]:
-    """Weight and bias of a layer, or of that weight's own name; of several layers on one input their weights."""
-    if not isinstance(name, str):
-        return stack([matrix(block, each) for each in name])
-    part = find(block, name)
-    own = isinstance(part, Tensor)
-    weight, bias = (part, find(block, name.replace("weight", "bias"))) if own else matrix(block, name)
-    return [weight], bias
-
-
-def mlp_of(block: nn.Module, norm_name: str, parts: Any) -> tuple[MLPParams, MLPSpec]:
-    norm, post_norm = find(block, norm_name), find(block, getattr(parts, "post_norm2", ""))
-    ((weight1, *value), bias1), fc2 = projection_of(block, parts.fc1), matrix(block, parts.fc2)
-    act = activation_of(find(block, parts.act))
-    assert act is not None
-    act = GATED + act if getattr(parts, "gated", False) else act
-    inner = find(block, getattr(parts, "inner_norm", ""))
-    return (
-        MLPParams(*affine(norm), weight1, bias1, *fc2, None, *affine(inner), *affine(post_norm), *value),
-        MLPSpec(L.norm_of(norm) or NO_NORM, act, None, L.norm_of(inner), L.norm_of(post_norm)),
-    )
 
 
 def drop_factor(drop_path: nn.Module | None, x: Tensor, scale: Tensor | None) -> Tensor | None:
