@@ -55,3 +55,22 @@ def test_two_models_have_the_gradients_that_they_have_without_graphs(name, way, 
         monkeypatch.setattr(graphs, "LARGEST", 0)
         for ours, theirs in zip(found, steps(expected_of, way), strict=True):
             assert_gradients(ours, theirs, rtol=1e-3)
+
+
+def test_memory_grows_with_the_batch(monkeypatch):
+    """Graphs that were there are captured anew in larger memory: none of them reads what another has left."""
+    (model, _), x = models("vit", False), images().float().cuda()
+    plain = copy.deepcopy(model)
+    sizes = []
+    for batch in (1, 1, 1, 3, 3, 3, 1, 1, 1, 3):
+        found = []
+        for its, largest in ((model, graphs.LARGEST), (plain, 0)):
+            monkeypatch.setattr(graphs, "LARGEST", largest)
+            its.zero_grad(set_to_none=True)
+            with torch.autocast("cuda", torch.bfloat16):
+                its(x[:1].expand(batch, -1, -1, -1)).float().square().sum().backward()
+            found.append({n: p.grad.clone() for n, p in its.named_parameters()})
+            monkeypatch.undo()
+        assert_gradients(*found, rtol=1e-3)
+        sizes += [pool.size for pool in graphs._POOLS.values()]
+    assert sizes == sorted(sizes)

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ..ops.device import CUDA, HALF, substituted
-from ..ops.graphs import Pass, Tensors, empty, passed, small, with_passed
+from ..ops.graphs import Pass, Tensors, empty, passed, room_for, with_passed
 from ..ops.kernel_steps import KernelSteps
 from ..ops.window_launches import KernelWindowAttention
 from .live import capturing, in_graph
@@ -28,7 +28,6 @@ aten = torch.ops.aten
 
 PROCESSORS = 132  # of an H100 or H200: the kernels' buffers for sums are that many times four rows
 CUBLAS = 2 * 32 * 2**20  # fitted on ViT-B on an H200; presumably cuBLAS workspace, forward's and backward's thread
-FRAGMENTED = 1.2  # what CUDA graphs hold, of what is alive in them: fitted on ViT-B, Swin-T and EVA02-B on an H200
 TILE = 64
 
 
@@ -71,8 +70,6 @@ class SimulatedDevice(CUDA):
 
     def run_pass(self, run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
         """A graph has copies of what it is given, and of its results there are copies."""
-        if not small(given):
-            return run(static, given)
         with in_graph():
             places = [empty(t) for t in given]
             results, extra = run(static, places)
@@ -184,7 +181,7 @@ WIDE = {getattr(owner, name) for owner in (F, torch, Tensor) for name in WIDE_NA
 
 def held(alive: int) -> int:
     """Bytes that CUDA graphs hold in which so much is alive at once."""
-    return int(FRAGMENTED * alive) + CUBLAS // 2 if alive else 0
+    return room_for(alive) if alive else 0
 
 
 def workspace(func: Any, args: tuple[Any, ...], result: Any) -> int:

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from .device import device_of
-from .graphs import Tensors
+from .graphs import Tensors, small
 from .layers import Grad
 
 
@@ -22,9 +22,13 @@ class Noted:
         self.saved = tensors
 
 
-def captured_forward(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def captured_forward(forward: Method, part: float = 1.0) -> Method:
     """The forward of a function that gives one tensor, for the first of its arguments and others, leaves in its ctx
-    what is saved, and in ``ctx.static`` what else its backward needs, which can be hashed."""
+    what is saved, and in ``ctx.static`` what else its backward needs, which can be hashed. ``part`` of the elements
+    that are allowed may be in the first argument."""
 
     def run(others: Sequence[Any], tensors: Tensors) -> tuple[Tensors, Any]:
         ctx = Noted()
@@ -34,7 +38,7 @@ def captured_forward(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @wraps(forward)
     def wrapper(ctx: Any, *flat: Any) -> Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not small(flat[0], part):
             return forward(ctx, *flat)
         tensors = [value if isinstance(value, Tensor) else None for value in flat]
         others = tuple(None if isinstance(value, Tensor) else value for value in flat)
@@ -42,7 +46,7 @@ def captured_forward(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         ctx.save_for_backward(*saved)
         return y
 
-    return wrapper
+    return cast(Method, wrapper)
 
 
 class Context(NamedTuple):
@@ -53,8 +57,8 @@ class Context(NamedTuple):
     static: Any
 
 
-def captured_backward(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """The backward of such a function."""
+def captured_backward(backward: Method, part: float = 1.0) -> Method:
+    """The backward of such a function, by the elements of its cotangent."""
 
     def run(others: Any, tensors: Tensors) -> tuple[Tensors, Any]:
         return backward(Context(tensors[1:], *others), tensors[0]), None
@@ -63,8 +67,10 @@ def captured_backward(backward: Callable[..., tuple[Any, ...]]) -> Callable[...,
     def wrapper(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         if torch.compiler.is_compiling():
             return backward(ctx, dy)
+        if not small(dy, part):  # checkpointing unpacks a tensor once
+            return backward(Context(ctx.saved_tensors, ctx.needs_input_grad, ctx.static), dy)
         others = ctx.needs_input_grad, ctx.static
         found, _ = device_of(dy).run_pass(run, others, (dy, *ctx.saved_tensors))
         return tuple(found)
 
-    return wrapper
+    return cast(Method, wrapper)

@@ -5,6 +5,7 @@ saved, in the precision of products; of its output the kept rows. Left to autogr
 beside the branch's captured passes.
 """
 
+from functools import partial
 from inspect import unwrap
 from typing import Any, NamedTuple
 
@@ -77,9 +78,13 @@ class ConvSaved(NamedTuple):
     weight: Tensor
 
 
+PART = 0.6
+"""of the elements of passes that are captured: a stage has few blocks, few would share what graphs of a large one hold"""
+
+
 class _ConvBlock(torch.autograd.Function):
     @staticmethod
-    @captured_forward
+    @partial(captured_forward, part=PART)
     def forward(ctx: Any, *flat: Any) -> Tensor:
         (x, rows, inverse, factor, conv_spec, spec, options), conv, mlp = split(flat, ConvInputs, ConvParams, MLPParams)
         weight, bias = device_of(x).cast(spec.dtype, *conv)
@@ -93,7 +98,7 @@ class _ConvBlock(torch.autograd.Function):
 
     @staticmethod
     @once
-    @captured_backward
+    @partial(captured_backward, part=PART)
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         (x, weight), saved = first(ctx.saved_tensors, ConvSaved)
         needs, needs_conv, needs_mlp = split(ctx.needs_input_grad, ConvInputs, ConvParams, MLPParams)

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import rows as R
-from .captured import captured_backward, captured_forward
 from .device import device_of, weight_gradient
 from .layers import BackwardOptions, Grad, Norm, autocast_dtype, cast, norm, parameter_gradients, saved_dtype
 from .named import split
@@ -86,7 +85,6 @@ class DownsampleSaved(NamedTuple):
 
 class _Downsample(torch.autograd.Function):
     @staticmethod
-    @captured_forward
     def forward(ctx: Any, *flat: Any) -> Tensor:
         (x, rows, spec, options), p = split(flat, DownsampleInputs, DownsampleParams)
         channels_last, (kh, kw) = x.permute(0, 2, 3, 1), p.weight.shape[2:]
@@ -105,7 +103,6 @@ class _Downsample(torch.autograd.Function):
 
     @staticmethod
     @once
-    @captured_backward
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         (x, rows), p = split(ctx.saved_tensors, DownsampleSaved, DownsampleParams)
         _, needs = split(ctx.needs_input_grad, DownsampleInputs, DownsampleParams)

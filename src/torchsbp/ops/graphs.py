@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from .alive import Alive
 from .layers import Grad
 
 LARGEST = 2**24
@@ -49,12 +50,12 @@ class Graph:
     before the next.
     """
 
-    def __init__(self, run: Pass, static: Any, given: Tensors, device: torch.device) -> None:
+    def __init__(self, run: Pass, static: Any, given: Tensors, pool: "Pool") -> None:
         def on_places() -> tuple[list[Any], tuple[Tensors, Any]]:
             places = [empty(t) for t in given]
             return places, run(static, places)
 
-        (places, (results, self.extra)), self.replay = record(on_places, device)
+        (places, (results, self.extra)), self.replay = pool.record(on_places)
         self.passed = passed(results, places)
         made = [None if number in self.passed else t for number, t in enumerate(results)]
         self.given, self.made = Groups(places), Groups(made)
@@ -76,7 +77,9 @@ def passed(results: Tensors, given: Tensors) -> dict[int, tuple[int, torch.Size]
 
 
 def where(tensor: Tensor) -> Hashable:
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel(), tensor.dtype
+    """Of all that lies as tensors do."""
+    strides = None if tensor.is_contiguous() else tensor.stride()
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel(), tensor.dtype, strides
 
 
 def with_passed(found: list[Any], same: dict[int, tuple[int, torch.Size]], given: Tensors) -> list[Any]:
@@ -87,54 +90,89 @@ def with_passed(found: list[Any], same: dict[int, tuple[int, torch.Size]], given
 
 _GRAPHS: OrderedDict[Hashable, Graph | int] = OrderedDict()
 """For what they depend on; or the number of the step that had that first."""
+_NEEDED: dict[Hashable, int] = {}
+"""The most bytes that a pass has alive at once, for a device and a stream."""
 _steps = [0]
 """The backward pass that ran last: it tells steps apart."""
 
 
 def run_pass(run: Pass, static: Any, given: Tensors, device: torch.device) -> tuple[Tensors, Any]:
-    """The pass, from its graph if there is one. It is captured in the second step that has it, when it has run on
-    copies as a graph has them, so that everything is loaded that it needs."""
+    """The pass, from its graph if there is one. In the first step that has it, it is seen what it needs. It is captured
+    in the second, when it has run on copies as a graph has them, so that everything is loaded that it needs."""
     if not suits(given):
         return run(static, given)
-    key = (run, static, *[None if t is None else (t.dtype, t.shape) for t in given], *surroundings(device))
+    where = surroundings(device)
+    key = (run, static, *[None if t is None else (t.dtype, t.shape) for t in given], *where)
     step = _steps[0] = max(torch._C._current_graph_task_id(), _steps[0])
-    found = _GRAPHS.setdefault(key, step)
-    _GRAPHS.move_to_end(key)
+    found = _GRAPHS.get(key)
     if isinstance(found, Graph):
+        _GRAPHS.move_to_end(key)
         return found.run(given)
+    if found is None:
+        _GRAPHS[key] = step
+        if len(_GRAPHS) > HELD:
+            _GRAPHS.popitem(last=False)
+        with Alive() as alive:
+            result = run(static, given)
+        needed = alive.peak + sum(t.nbytes for t in given if t is not None)
+        _NEEDED[where[:2]] = max(needed, _NEEDED.get(where[:2], 0))
+        return result
     if found != step:
         run(static, [None if t is None else t.clone() for t in given])
-        _GRAPHS[key] = Graph(run, static, given, device)
-    elif len(_GRAPHS) > HELD:
-        _GRAPHS.popitem(last=False)
+        _GRAPHS[key] = Graph(run, static, given, pool_for(device, _NEEDED[where[:2]]))
     return run(static, given)
 
 
-def small(given: Tensors) -> bool:
-    return bool(given[0].numel() <= LARGEST)
-
-
 def suits(given: Tensors) -> bool:
-    """Whether it is small, and nobody else looks at every operator or captures them already."""
-    if not small(given) or _get_current_dispatch_mode() is not None:
+    """Whether nobody else looks at every operator or captures them already, and all are plain tensors."""
+    if _get_current_dispatch_mode() is not None or torch.cuda.is_current_stream_capturing():
         return False
-    if not all(t is None or type(t) in PLAIN for t in given):
-        return False
-    return not torch.cuda.is_current_stream_capturing()
+    return all(t is None or type(t) in PLAIN for t in given)
+
+
+def small(x: Tensor, part: float) -> bool:
+    """Whether a pass over x is to be captured: x has no more elements than that part of what is allowed."""
+    return x.numel() <= part * LARGEST
 
 
 def surroundings(device: torch.device) -> tuple[Hashable, ...]:
     """What else decides about the kernels that run, and where."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return device, stream, torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    algorithms = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    return device, stream, *algorithms, torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+
+
+def room_for(alive: int) -> int:
+    """Bytes in which so much can be alive at once, fragments and a library's workspace included."""
+    return int(1.15 * alive) + 40 * 2**20
 
 
 class Pool:
-    """Where the graphs of a stream are captured, on another stream, and the memory that all of them use. It lives as
-    long as one of them."""
+    """Where graphs of the current stream are captured, on another stream, and the memory that all of them use, in one
+    piece of that size. It lives as long as one of them."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, size: int = 0) -> None:
+        self.device, self.size, self.is_new = device, size, True
         self.stream, self.handle = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
+        """What it gives, and what runs it again. Memory that it frees, or that is freed of what it gives, is used by
+        other graphs: they run one after the other."""
+        stream, graph = torch.cuda.current_stream(self.device), torch.cuda.CUDAGraph()
+        self.stream.wait_stream(stream)
+        torch._C._cuda_clearCublasWorkspaces()  # those of one capture are not for another
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+            try:
+                if self.is_new and self.size:
+                    torch.empty(self.size, dtype=torch.uint8, device=self.device)
+                self.is_new = False
+                result = run()
+            finally:
+                graph.capture_end()
+                torch._C._cuda_clearCublasWorkspaces()
+        stream.wait_stream(self.stream)
+        return result, Recorded(graph, self).replay
 
 
 class Recorded(NamedTuple):
@@ -148,30 +186,21 @@ class Recorded(NamedTuple):
 _POOLS: WeakValueDictionary[Hashable, Pool] = WeakValueDictionary()
 
 
-def record(run: Callable[[], Result], device: torch.device) -> tuple[Result, Callable[[], None]]:
-    """What it gives, and what runs it again, on the stream that is current now. Memory that it frees, or that is freed
-    of what it gives, is used by other graphs of that stream: they run one after the other."""
-    stream = torch.cuda.current_stream(device)
-    key = device, stream.cuda_stream
-    pool = _POOLS.get(key)
-    if pool is None:
-        pool = _POOLS[key] = Pool(device)
-    graph = torch.cuda.CUDAGraph()
-    pool.stream.wait_stream(stream)
-    torch._C._cuda_clearCublasWorkspaces()  # those of one capture are not for another
-    with torch.cuda.stream(pool.stream):
-        graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
-        try:
-            result = run()
-        finally:
-            graph.capture_end()
-            torch._C._cuda_clearCublasWorkspaces()
-    stream.wait_stream(pool.stream)
-    return result, Recorded(graph, pool).replay
+def pool_for(device: torch.device, alive: int) -> Pool:
+    """That of the current stream in which so much can be alive. If it has to grow, its graphs are captured anew."""
+    where = surroundings(device)[:2]
+    pool = _POOLS.get(where)
+    if pool is None or pool.size < room_for(alive):
+        if pool is not None:
+            del pool
+            release()
+            torch.cuda.empty_cache()
+        pool = _POOLS[where] = Pool(device, room_for(alive))
+    return pool
 
 
 def release() -> None:
-    """Let backward passes be captured anew, and give their memory back."""
+    """Let passes be captured anew, and give their memory back."""
     _GRAPHS.clear()
 
 

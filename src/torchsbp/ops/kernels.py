@@ -31,7 +31,7 @@ def cotangent(
         source = tl.load(rows + r, r < count, 0) if HAS_ROWS else r.to(tl.int64)
         d = tl.load(dy + source[:, None] * C + c[None, :], here, 0.0).to(tl.float32)
         if WEIGHTED:
-            d *= tl.where(r % per_sample < prefix, 1.0, row_weight)[:, None]
+            d *= tl.where(r % per_sample < prefix, 1.0, tl.cast(row_weight, tl.float32))[:, None]
         if HAS_FACTOR:
             d *= tl.load(factor + r // per_sample, r < count, 0.0).to(tl.float32)[:, None]
         total += d
@@ -308,7 +308,7 @@ def norm_backward(
         tl.store(dx + i_at, out.to(dx.dtype.element_ty), here)
         if HAS_HALF:
             if WEIGHTED:
-                out += residual * tl.where(i % per_sample < prefix, 0.0, row_weight - 1.0)[:, None]
+                out += residual * tl.where(i % per_sample < prefix, 0.0, tl.cast(row_weight, tl.float32) - 1.0)[:, None]
             if HAS_FACTOR:
                 out *= tl.load(factor + i // per_sample, i_inside, 0.0).to(tl.float32)[:, None]
             half_sum += tl.where(here, out, 0.0)

@@ -95,7 +95,7 @@ class WindowAttention:
         rows, columns = q.shape[2], k.shape[2]
         q, do, o = (gather(t, queries) for t in (q, do, o))
         k, v = gather(k, keys, padding and padding.k), gather(v, keys, padding and padding.v)
-        lse = gather(lse.unsqueeze(-1), queries, lse.new_tensor(torch.inf))  # what is no query has no probabilities
+        lse = gather(lse.unsqueeze(-1), queries, lse.new_full((), torch.inf))  # what is no query has no probabilities
         m = wide((q * scale) @ k.mT) + bias_of_kept(bias, cut, kept_keys) + mask(cut.regions, cut.slots, kept_keys)
         p = torch.exp(m - lse)
         if kept_keys:

@@ -8,6 +8,7 @@ replay draws those of the next step.
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..ops.constants import holding
-from ..ops.graphs import record
+from ..ops.graphs import Pool
 
 Drawn = TypeVar("Drawn")
 HELD = 32
@@ -94,6 +95,7 @@ class Captures:
 
     def __init__(self) -> None:
         self.graphs: OrderedDict[Hashable, Captured | None] = OrderedDict()
+        self.pools: WeakValueDictionary[Hashable, Pool] = WeakValueDictionary()
 
     def __reduce__(self) -> Any:
         return Captures, ()
@@ -117,6 +119,9 @@ class Captures:
 
     def capture(self, draw: Callable[[Tensor | None], Any], sizes: Tensor | None, device: torch.device) -> Captured:
         own = None if sizes is None else sizes.clone()
+        stream = torch.cuda.current_stream(device).cuda_stream
+        pool = self.pools.get((device, stream)) or Pool(device)
+        self.pools[device, stream] = pool
         with holding() as constants:
-            packed, replay = record(lambda: pack(draw(own), constants, device), device)
+            packed, replay = pool.record(lambda: pack(draw(own), constants, device))
         return Captured(replay, packed, own)

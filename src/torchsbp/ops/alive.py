@@ -1,0 +1,59 @@
+"""alive: what operators make, from its first output to its end."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ROUND = 512  # bytes: what the CUDA allocator rounds up to
+
+
+def rounded(size: int) -> int:
+    return -(-size // ROUND) * ROUND
+
+
+class Alive(TorchDispatchMode):
+    """Follows every storage that is made inside. ``now`` and ``peak`` are bytes, each storage rounded as the CUDA
+    allocator does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.storages: dict[int, Any] = {}
+
+    def counter(self) -> Callable[[int], None]:
+        """What counts the bytes of a storage that is made now, and later those that end."""
+
+        def count(size: int) -> None:
+            self.now += size
+
+        return count
+
+    def add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, rounded(storage.nbytes())
+        if key in self.storages:
+            return
+        count = self.counter()
+
+        def end(_: object) -> None:
+            count(-size)
+            del self.storages[key]
+
+        self.storages[key] = weakref.ref(storage, end)
+        count(size)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.add(leaf)
+        self.made(func, args, result)
+        return result
+
+    def made(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """An operator has run."""
+        self.peak = max(self.peak, self.now)
