@@ -79,7 +79,7 @@ class ConvSaved(NamedTuple):
 
 
 PART = 0.6
-"""of the elements of passes that are captured: a stage has few blocks, few would share what graphs of a large one hold"""
+"""of the elements of passes that are captured: a stage has few blocks to share what graphs of a large one hold"""
 
 
 class _ConvBlock(torch.autograd.Function):
