@@ -13,7 +13,7 @@ import torch.nn.attention
 from torch import Tensor
 
 from . import rows as R
-from .graphs import Pass, Tensors, run_pass
+from .graphs import Pass, Tensors, run_pass, seen
 from .kernel_steps import KernelSteps, keep_rows, rotated, scaled_last_layer, take_rows
 from .launch import launch
 from .layers import Grad, LastLayer, cast, last_layer_gradients, stacked
@@ -84,7 +84,7 @@ class Device:
         return run(static, given)
 
     def capturing(self) -> bool:
-        """Whether what runs now is recorded in a graph: launches cost little there, and memory is held."""
+        """Whether what runs now is recorded in a graph, or will be: launches cost little there, and memory is held."""
         return False
 
     def inverse(self, rows: Tensor, size: int) -> Grad:
@@ -198,7 +198,7 @@ class CUDA(Device):
         return run_pass(run, static, given, given[0].device)
 
     def capturing(self) -> bool:
-        return not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+        return not torch.compiler.is_compiling() and (torch.cuda.is_current_stream_capturing() or seen())
 
     def inverse(self, rows: Tensor, size: int) -> Grad:
         return R.inverse(rows, size)

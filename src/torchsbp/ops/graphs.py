@@ -123,6 +123,11 @@ def run_pass(run: Pass, static: Any, given: Tensors, device: torch.device) -> tu
     return run(static, given)
 
 
+def seen() -> bool:
+    """Whether a pass runs now to see what it needs."""
+    return isinstance(_get_current_dispatch_mode(), Alive)
+
+
 def suits(given: Tensors) -> bool:
     """Whether nobody else looks at every operator or captures them already, and all are plain tensors."""
     if _get_current_dispatch_mode() is not None or torch.cuda.is_current_stream_capturing():
