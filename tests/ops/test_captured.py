@@ -134,3 +134,30 @@ def test_as_many_graphs_as_are_held(graphs, monkeypatch):
         y, leaves = mlp(0, kept_rows(B, N, ratio).to(DEVICE))
         gradients(y, torch.ones_like(y), leaves)
     assert len(graphs._GRAPHS) == 2
+
+
+def test_what_can_not_be_captured_runs_as_it_stands(graphs, monkeypatch):
+    def refuse(device, alive):
+        raise RuntimeError("not while capturing\nmore of it")
+
+    monkeypatch.setattr(module, "pool_for", refuse)
+    rows, found = kept_rows(B, N, 0.5).to(DEVICE), []
+    with pytest.warns(UserWarning, match="takes longer: not while capturing$") as told:
+        for _ in range(4):
+            y, leaves = mlp(0, rows)
+            found.append(gradients(y, torch.ones_like(y), leaves))
+    assert len(told) == 2  # forward and backward, once each
+    assert all(torch.equal(a, b) for a, b in zip(found[0], found[-1], strict=True) if a is not None)
+
+
+def test_the_pool_has_room_for_what_a_pass_was_seen_to_need(graphs, monkeypatch):
+    """At least what it is given and gives."""
+    needed, before = [], module.pool_for
+    monkeypatch.setattr(module, "pool_for", lambda device, alive: needed.append(alive) or before(device, alive))
+    monkeypatch.setattr(module, "_NEEDED", {})
+    for _ in range(2):
+        y, leaves = mlp(0, None)
+        found = gradients(y, torch.ones_like(y), leaves)
+    least = sum(t.nbytes for t in leaves if t is not None) + y.nbytes
+    assert least < needed[0] == needed[1]
+    assert needed[1] > least + sum(t.nbytes for t in found if t is not None)

@@ -5,6 +5,7 @@ CUDA graph, which is replayed from then on, for all blocks of that kind. A graph
 time: what a pass is given is copied there, parameters too, and its results from there.
 """
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -71,13 +72,13 @@ class Graph:
 
 def passed(results: Tensors, given: Tensors) -> dict[int, tuple[int, torch.Size]]:
     """Results that are what was given, if in another shape: their number, its number, and the shape."""
-    numbers = {where(t): number for number, t in enumerate(given) if t is not None}
-    found = {number: (numbers.get(where(t)), t.shape) for number, t in enumerate(results) if t is not None}
+    numbers = {place(t): number for number, t in enumerate(given) if t is not None}
+    found = {number: (numbers.get(place(t)), t.shape) for number, t in enumerate(results) if t is not None}
     return {number: (source, shape) for number, (source, shape) in found.items() if source is not None}
 
 
-def where(tensor: Tensor) -> Hashable:
-    """Of all that lies as tensors do."""
+def place(tensor: Tensor) -> Hashable:
+    """What tells where a tensor's values are, and in which order."""
     strides = None if tensor.is_contiguous() else tensor.stride()
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel(), tensor.dtype, strides
 
@@ -89,7 +90,8 @@ def with_passed(found: list[Any], same: dict[int, tuple[int, torch.Size]], given
 
 
 _GRAPHS: OrderedDict[Hashable, Graph | int] = OrderedDict()
-"""For what they depend on; or the number of the step that had that first."""
+"""For what they depend on; or the number of the step that had that first; or NEVER, if it can't be captured."""
+NEVER = -1
 _NEEDED: dict[Hashable, int] = {}
 """The most bytes that a pass has alive at once, for a device and a stream."""
 _steps = [0]
@@ -117,9 +119,16 @@ def run_pass(run: Pass, static: Any, given: Tensors, device: torch.device) -> tu
         needed = alive.peak + sum(t.nbytes for t in given if t is not None)
         _NEEDED[where[:2]] = max(needed, _NEEDED.get(where[:2], 0))
         return result
-    if found != step:
-        run(static, [None if t is None else t.clone() for t in given])
-        _GRAPHS[key] = Graph(run, static, given, pool_for(device, _NEEDED[where[:2]]))
+    if found not in (step, NEVER):
+        _GRAPHS[key] = NEVER
+        try:
+            run(static, [None if t is None else t.clone() for t in given])
+            _GRAPHS[key] = Graph(run, static, given, pool_for(device, _NEEDED[where[:2]]))
+        except RuntimeError as error:  # of memory too: there was enough for the step before
+            reason = str(error).strip().split("\n")[0]
+            warnings.warn(
+                f"a pass of a block is not captured in a CUDA graph, and takes longer: {reason}", stacklevel=2
+            )
     return run(static, given)
 
 
@@ -143,8 +152,9 @@ def small(x: Tensor, part: float) -> bool:
 def surroundings(device: torch.device) -> tuple[Hashable, ...]:
     """What else decides about the kernels that run, and where."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    algorithms = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
-    return device, stream, *algorithms, torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    precision = torch.get_float32_matmul_precision(), torch.is_autocast_enabled(device.type)
+    return device, stream, torch.are_deterministic_algorithms_enabled(), *cudnn, *precision
 
 
 def room_for(alive: int) -> int:
@@ -198,7 +208,7 @@ def pool_for(device: torch.device, alive: int) -> Pool:
     if pool is None or pool.size < room_for(alive):
         if pool is not None:
             del pool
-            release()
+            _GRAPHS.clear()
             torch.cuda.empty_cache()
         pool = _POOLS[where] = Pool(device, room_for(alive))
     return pool
@@ -207,6 +217,7 @@ def pool_for(device: torch.device, alive: int) -> Pool:
 def release() -> None:
     """Let passes be captured anew, and give their memory back."""
     _GRAPHS.clear()
+    _NEEDED.clear()
 
 
 def empty(tensor: Grad) -> Grad:
