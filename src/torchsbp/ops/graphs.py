@@ -126,9 +126,7 @@ def run_pass(run: Pass, static: Any, given: Tensors, device: torch.device) -> tu
             _GRAPHS[key] = Graph(run, static, given, pool_for(device, _NEEDED[where[:2]]))
         except RuntimeError as error:  # of memory too: there was enough for the step before
             reason = str(error).strip().split("\n")[0]
-            warnings.warn(
-                f"a pass of a block is not captured in a CUDA graph, and takes longer: {reason}", stacklevel=2
-            )
+            warnings.warn(f"a block's pass is not captured in a CUDA graph, and takes longer: {reason}", stacklevel=2)
     return run(static, given)
 
 
