@@ -55,7 +55,7 @@ def test_gradients_at_ratio_one_are_as_close_as_plain(name):
         {},
         {"per_sample": True, "sampler": "random"},
         {"per_sample": "balanced", "sampler": "random", "scale": "rows", "exact_downsampling": True, "per_block": True},
-        {"attention": "exact", "keep_ratio": 0.3, "scale": "rows"},
+        {"attention": "exact", "keep_ratio": 0.3, "scale": "rows", "exact_downsampling": True},
     ],
     ids=str,
 )
