@@ -44,6 +44,8 @@ class SBPConfig:
       block, saved in bfloat16 if products are (least memory). False: that input and the results of matrix products are
       saved, for kept rows. A number in between: that share of the blocks recomputes, the first ones. Blocks that are
       not sampled run the same way, with exact gradients.
+    - ``capture``: small passes of blocks are replayed from CUDA graphs in eager mode on a GPU. That is faster, and
+      holds some memory; False: never.
     - ``seed``: masks are a pure function of (seed, step, rank).
     """
 
@@ -58,6 +60,7 @@ class SBPConfig:
     seed: int = 0
     per_block: bool = False
     exact_downsampling: bool = False
+    capture: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep_ratio", schedules.validate(self.keep_ratio))
@@ -86,6 +89,7 @@ class SBPConfig:
                 'per_block=True with scope="block" leaves only positions that every block keeps; use scope="branch"'
             )
         one_of("exact_downsampling", self.exact_downsampling, (True, False))
+        one_of("capture", self.capture, (True, False))
         if not isinstance(self.recompute, (bool, int, float)) or not 0 <= self.recompute <= 1:
             raise UsageError(f"recompute={self.recompute!r} is not allowed; allowed: True, False, a number in [0, 1]")
         check_blocks(self.blocks)

@@ -109,11 +109,13 @@ def test_graphs_hold_what_one_pass_needs(family, monkeypatch):
     """Its inputs' copies and what it makes, the most of all passes; the rest of a step needs less for it."""
     model, config = LEAN[family].model().float(), SBPConfig(keep_ratio=0.5)
     with_graphs = torchsbp.estimate(model, SHAPE, config)
+    not_captured = torchsbp.estimate(model, SHAPE, replace(config, capture=False))
     monkeypatch.setattr(graphs, "LARGEST", 0)
     without = torchsbp.estimate(model, SHAPE, config)
     assert without.graphs == 0
     assert with_graphs.graphs > simulated.CUBLAS // 2
     assert with_graphs.peak - with_graphs.graphs < without.peak
+    assert not_captured.peak == without.peak
     assert torchsbp.estimate(model, SHAPE, "full").graphs == 0
 
 

@@ -12,6 +12,7 @@ from torchsbp.ops.block import transformer_block
 from torchsbp.ops.conv_block import ConvParams, ConvSpec, conv_block
 from torchsbp.ops.device import CPU, CUDA
 from torchsbp.ops.heads import AttentionSpec
+from torchsbp.ops.layers import BackwardOptions
 from torchsbp.ops.mlp import MLPParams, MLPSpec, mlp_branch
 
 from .helpers import attention_params, gradients, kept_rows, mlp_params
@@ -134,6 +135,14 @@ def test_as_many_graphs_as_are_held(graphs, monkeypatch):
         y, leaves = mlp(0, kept_rows(B, N, ratio).to(DEVICE))
         gradients(y, torch.ones_like(y), leaves)
     assert len(graphs._GRAPHS) == 2
+
+
+def test_nothing_is_captured_that_shall_not_be(graphs):
+    for _ in range(3):
+        x = torch.randn(B, N, C, device=DEVICE, requires_grad=True)
+        p = on_device(mlp_params(C, 2 * C, dtype=torch.float32))
+        mlp_branch(x, None, p, options=BackwardOptions(capture=False)).sum().backward()
+    assert not graphs._GRAPHS
 
 
 def test_what_can_not_be_captured_runs_as_it_stands(graphs, monkeypatch):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .device import device_of
 from .graphs import Tensors, small
-from .layers import Grad
+from .layers import BackwardOptions, Grad
 
 
 class Noted:
@@ -26,9 +26,9 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def captured_forward(forward: Method, part: float = 1.0) -> Method:
-    """The forward of a function that gives one tensor, for the first of its arguments and others, leaves in its ctx
-    what is saved, and in ``ctx.static`` what else its backward needs, which can be hashed. ``part`` of the elements
-    that are allowed may be in the first argument."""
+    """The forward of a function that gives one tensor, for the first of its arguments and others, which have options.
+    It leaves in its ctx what is saved, and in ``ctx.static`` what else its backward needs, which can be hashed.
+    ``part`` of the elements that are allowed may be in the first argument."""
 
     def run(others: Sequence[Any], tensors: Tensors) -> tuple[Tensors, Any]:
         ctx = Noted()
@@ -38,7 +38,10 @@ def captured_forward(forward: Method, part: float = 1.0) -> Method:
 
     @wraps(forward)
     def wrapper(ctx: Any, *flat: Any) -> Tensor:
-        if torch.compiler.is_compiling() or not small(flat[0], part):
+        if torch.compiler.is_compiling():
+            return forward(ctx, *flat)
+        ctx.capture = next(value.capture for value in flat if isinstance(value, BackwardOptions))
+        if not ctx.capture or not small(flat[0], part):
             return forward(ctx, *flat)
         tensors = [value if isinstance(value, Tensor) else None for value in flat]
         others = tuple(None if isinstance(value, Tensor) else value for value in flat)
@@ -67,7 +70,7 @@ def captured_backward(backward: Method, part: float = 1.0) -> Method:
     def wrapper(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         if torch.compiler.is_compiling():
             return backward(ctx, dy)
-        if not small(dy, part):  # checkpointing unpacks a tensor once
+        if not ctx.capture or not small(dy, part):  # checkpointing unpacks a tensor once
             return backward(Context(ctx.saved_tensors, ctx.needs_input_grad, ctx.static), dy)
         others = ctx.needs_input_grad, ctx.static
         found, _ = device_of(dy).run_pass(run, others, (dy, *ctx.saved_tensors))

@@ -182,7 +182,7 @@ def strategies_for(
     for i, its in enumerate(found):
         site = numbers.get(its.name)
         its_rule = RULES["query"] if site is None else rule
-        sampling = Sampling(masks, site, its_rule, config.scope, config.scale, i < recomputing)
+        sampling = Sampling(masks, site, its_rule, config.scope, config.scale, i < recomputing, config.capture)
         bound += [(m, strategy_for(part, its.module, sampling)) for m, part in its.description.bindings(its.module)]
     return entry_module, entry, bound
 
