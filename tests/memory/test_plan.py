@@ -79,6 +79,7 @@ def test_the_order_of_preference():
 CHANGED = {
     "keep_ratio": 0.25, "sampler": "random", "attention": "qkv", "blocks": [1, 2], "scope": "block",
     "per_sample": True, "per_block": True, "exact_downsampling": True, "scale": "weight", "recompute": 0.5, "seed": 7,
+    "capture": False,
 }  # fmt: skip
 
 
