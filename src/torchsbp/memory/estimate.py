@@ -44,7 +44,7 @@ class Estimate:
     ``saved`` is what each block saves for backward, ``parts`` the same by the parts of a block ("" is the block's own
     function), ``saved_elsewhere`` what other layers save. At the peak, some of it is freed and some gradients exist:
     ``saved_at_peak``, ``gradients_at_peak``; ``short_lived`` is what else is alive then. ``graphs`` is what the CUDA
-    graphs of small backward passes hold, ``libraries`` workspace that cuBLAS holds. ``covers`` names the part of the
+    graphs of small passes hold, ``libraries`` workspace that cuBLAS holds. ``covers`` names the part of the
     model that was traced, "" for the whole model.
     """
 
