@@ -178,14 +178,18 @@ def measure(case: Case) -> Row:
 
 
 def measured(setting: Setting) -> Iterator[Row]:
-    """Work for a child process: nothing when the case is compiled and warm, then its row."""
+    """Work for a child process: nothing when the case is compiled and warm, then its row. How long compiling took is
+    told too, beside the others of its group: to be compared with theirs."""
     row = setting.names
     if METHODS[setting.method].eager:
         row["flops"] = count_flops(setting, setting.batch or MODELS[setting.model].batch)
     release()
     case = Case(setting)
     row |= {"batch": case.batch, "size": case.size}
+    begun = time.perf_counter()
     case.steps(2)
+    if setting.mode != "eager":
+        row["build s"] = time.perf_counter() - begun
     release()
     yield {}
     row |= measure(case)

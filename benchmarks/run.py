@@ -20,12 +20,12 @@ import commandline
 from case import MODES, Row, measured
 
 TEXTS = ("profile", "snapshot")
-SHARES = ("measured/ideal", "vs checkpoint")
+SHARES = ("measured/ideal", "vs checkpoint", "build time")
 COMPARED = ("step ms", "peak MiB")
 
 
 def add_ratios(rows: list[Row]) -> None:
-    """To full backprop of the same model and mode, and for compiled rows to checkpointing."""
+    """To full backprop of the same model and mode, and for compiled rows to checkpointing; also of the time to compile."""
     timed = {(row["model"], row["mode"], row["method"]): row for row in rows if "step ms" in row}
     for (model, mode, _), row in timed.items():
         full, checkpoint = (timed.get((model, mode, method), {}) for method in ("full", "checkpoint"))
@@ -36,6 +36,8 @@ def add_ratios(rows: list[Row]) -> None:
             if "flops" in row:
                 row["ideal speed"] = full["flops"] / row["flops"]
                 row["measured/ideal"] = row["speed"] / row["ideal speed"]
+            if "build s" in row:
+                row["build time"] = row["build s"] / full["build s"]
         if checkpoint and mode != "eager":
             row["vs checkpoint"] = checkpoint["step ms"] / row["step ms"]
 
@@ -47,6 +49,8 @@ def show(row: Row) -> str:
     cells.append(f"{row['step ms']:9.2f} ms {row['images/s']:8.0f} img/s")
     if "peak MiB" in row:
         cells.append(f"{row['peak MiB']:8.0f} MiB peak {row['activations MiB']:8.0f} act")
+    if "build s" in row:
+        cells.append(f"built in {row['build s']:.0f} s")
     for key in ("memory", "speed", "ideal speed", *SHARES):
         if key in row:
             cells.append(f"{key} {row[key]:.3f}×")
