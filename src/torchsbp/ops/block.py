@@ -20,6 +20,7 @@ from .attention import (
     attention_saved,
 )
 from .captured import captured_backward, captured_forward
+from .compiling import op
 from .device import device_of
 from .heads import AttentionParams, AttentionSpec, AttentionWeights, attention_weights
 from .layers import BackwardOptions, Grad, Normed, autocast_dtype, parameter_gradients
@@ -61,7 +62,7 @@ def transformer_block(
     dtype = autocast_dtype(x)
     specs = attention_spec._replace(dtype=dtype), mlp_spec._replace(dtype=dtype)
     inputs = BlockInputs(x, rows, inverse, *factors, *specs, options)
-    return _TransformerBlock.apply(*inputs, *cut, *attention, *mlp)
+    return _run_block(*inputs, *cut, *attention, *mlp)
 
 
 class BlockInputs(NamedTuple):
@@ -162,6 +163,9 @@ class _TransformerBlock(torch.autograd.Function):
             *parameter_gradients(grads1, p1, needs1, options.weight_scale),
             *parameter_gradients(grads2, p2, needs2, options.weight_scale),
         )
+
+
+_run_block = op(_TransformerBlock)
 
 
 def middle_again(

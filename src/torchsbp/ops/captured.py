@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
-import torch
 from torch import Tensor
 
+from .compiling import compiling
 from .device import device_of
 from .graphs import Tensors, small
 from .layers import BackwardOptions, Grad
@@ -38,7 +38,7 @@ def captured_forward(forward: Method, part: float = 1.0) -> Method:
 
     @wraps(forward)
     def wrapper(ctx: Any, *flat: Any) -> Tensor:
-        if torch.compiler.is_compiling():
+        if compiling():
             return forward(ctx, *flat)
         ctx.capture = next(value.capture for value in flat if isinstance(value, BackwardOptions))
         if not ctx.capture or not small(flat[0], part):
@@ -68,7 +68,7 @@ def captured_backward(backward: Method, part: float = 1.0) -> Method:
 
     @wraps(backward)
     def wrapper(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        if torch.compiler.is_compiling():
+        if compiling():
             return backward(ctx, dy)
         if not ctx.capture or not small(dy, part):  # checkpointing unpacks a tensor once
             return backward(Context(ctx.saved_tensors, ctx.needs_input_grad, ctx.static), dy)

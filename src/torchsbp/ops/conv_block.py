@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import rows as R
 from .captured import Context, Noted, captured_backward, captured_forward
+from .compiling import op
 from .device import device_of
 from .layers import BackwardOptions, Grad, aten, autocast_dtype, cast
 from .mlp import MLPInputs, MLPParams, MLPSpec, _MLPBranch
@@ -56,7 +57,7 @@ def conv_block(
     ``inverse`` that of ``rows`` if it is at hand."""
     assert options.scope == "branch"
     spec = mlp_spec._replace(dtype=autocast_dtype(x))
-    return _ConvBlock.apply(*ConvInputs(x, rows, inverse, factor, conv_spec, spec, options), *conv, *mlp)
+    return _run_conv_block(*ConvInputs(x, rows, inverse, factor, conv_spec, spec, options), *conv, *mlp)
 
 
 class ConvInputs(NamedTuple):
@@ -111,3 +112,6 @@ class _ConvBlock(torch.autograd.Function):
         )  # fmt: skip
         dx = cast(cast(dy, x_dtype) + dx, x_dtype) if needs.x else None
         return *ConvInputs(dx), *(None if d is None else cast(d, dtype) for d in (dw, db)), *grads
+
+
+_run_conv_block = op(_ConvBlock)

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.nn.attention
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import rows as R
+from .compiling import compiling
 from .graphs import Pass, Tensors, run_pass, seen
 from .kernel_steps import KernelSteps, keep_rows, rotated, scaled_last_layer, take_rows
 from .launch import launch
@@ -129,7 +131,7 @@ class CUDA(Device):
     ) -> Tensor:
         if not (self.fits(x) and rope.dim() <= 3 and x.shape[1] * x.shape[3] <= WIDEST):
             return super().rotate(x, rope, rows, half, back)
-        return rotated(self.launch, x, rope, rows, half, back, overwrite and not torch.compiler.is_compiling())
+        return rotated(self.launch, x, rope, rows, half, back, overwrite and not compiling())
 
     def launch(self, kernel: str, grid: tuple[int, ...], **arguments: Any) -> None:
         """A kernel that is none of the steps'."""
@@ -143,7 +145,7 @@ class CUDA(Device):
         they belong."""
         if pairs[0][0].dtype not in HALF or weight.dtype != torch.float32:
             return super().weight_gradient(weight, *pairs)
-        if len(pairs) == 1 or torch.compiler.is_compiling():
+        if len(pairs) == 1 or compiling():
             products = [torch.mm(dy.t(), x, out_dtype=torch.float32) for dy, x in pairs]
             return products[0] if len(products) == 1 else torch.cat(products)
         sizes = [dy.shape[1] for dy, _ in pairs]
@@ -154,7 +156,7 @@ class CUDA(Device):
 
     def cast(self, dtype: torch.dtype | None, *tensors: Grad | tuple[Tensor, ...]) -> list[Any]:
         """In one kernel."""
-        if torch.compiler.is_compiling():
+        if compiling():
             return super().cast(dtype, *tensors)
         found: list[Any] = []
         places: list[Tensor] = []
@@ -181,7 +183,7 @@ class CUDA(Device):
     def save_rows(self, x: Tensor, rows: R.Rows, dtype: torch.dtype | None = None) -> Tensor:
         """Gathered here and now: left to itself, the compiler gathers the rows of several blocks in one kernel behind
         the last of them, and holds all of x in all of these blocks until then."""
-        if rows is None or not (torch.compiler.is_compiling() and self.fits(x)):
+        if rows is None or not (compiling() and self.fits(x)):
             return super().save_rows(x, rows, dtype)
         return take_rows(R.flat(x).contiguous(), rows, dtype or x.dtype)
 
@@ -189,7 +191,7 @@ class CUDA(Device):
         self, x: Tensor, o: Tensor, lse: Tensor, rows: R.Rows, dtype: torch.dtype, x_rows: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """In one kernel; compiled, all of x is saved where it is made."""
-        if rows is None or torch.compiler.is_compiling() or not (self.fits(x) and self.fits(o)):
+        if rows is None or compiling() or not (self.fits(x) and self.fits(o)):
             return super().save_attention(x, o, lse, rows, dtype, x_rows)
         return keep_rows(self.launch, x, o, lse, rows, dtype, x_rows)
 
@@ -198,7 +200,7 @@ class CUDA(Device):
         return run_pass(run, static, given, given[0].device)
 
     def capturing(self) -> bool:
-        return not torch.compiler.is_compiling() and (torch.cuda.is_current_stream_capturing() or seen())
+        return not compiling() and (torch.cuda.is_current_stream_capturing() or seen())
 
     def inverse(self, rows: Tensor, size: int) -> Grad:
         return R.inverse(rows, size)
@@ -210,8 +212,9 @@ _PREFERS_CUDNN: dict[int, bool] = {}
 def _prefers_cudnn(device: int) -> bool:
     """Whether PyTorch prefers cuDNN's attention on this GPU (newer ones), asked once on a small query."""
     if device not in _PREFERS_CUDNN:
-        q = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device=f"cuda:{device}")
-        choice = torch._fused_sdp_choice(q, q, q)
+        with _disable_current_modes():  # a compiler's: its tensors have no data
+            q = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device=f"cuda:{device}")
+            choice = torch._fused_sdp_choice(q, q, q)
         _PREFERS_CUDNN[device] = choice == torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value
     return _PREFERS_CUDNN[device]
 

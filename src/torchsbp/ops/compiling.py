@@ -1,0 +1,65 @@
+"""What ``torch.compile`` sees of the ops.
+
+It reads a step twice: its bytecode first, to find calls, then these calls themselves, forward and backward, on tensors
+without data. Ops are functions of tensors and of options, so the second reading finds all there is to find; the first
+would take half of the time in which a ViT is compiled.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+
+Call = Callable[..., Any]
+_CALLS: list[Call] = []
+_KINDS: dict[str, type[Any]] = {}
+
+
+def compiling() -> bool:
+    """Whether a compiler reads this, the first time or the second."""
+    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
+
+
+def op(function: type[torch.autograd.Function]) -> Call:
+    """Its ``apply``, for tensors, constants and tuples of these; to a compiler it is one call."""
+
+    def call(*packed: Any) -> Any:
+        return function.apply(*[_unpacked(value) for value in packed])
+
+    def run(*flat: Any) -> Any:
+        if torch.compiler.is_compiling() and _are_calls():
+            return call(*[_packed(value) for value in flat])
+        return function.apply(*flat)
+
+    _CALLS.append(call)
+    return run
+
+
+def _are_calls() -> bool:
+    """True: the compiler has been told. Not when this file is imported, as that would import the compiler."""
+    for call in _CALLS:
+        torch.compiler.allow_in_graph(call)
+    return True
+
+
+def _packed(value: Any) -> Any:
+    """Named tuples as plain ones behind the name of their kind: what a compiler takes for constants."""
+    return (_name(type(value)), *[_packed(each) for each in value]) if isinstance(value, tuple) else value
+
+
+def _unpacked(value: Any) -> Any:
+    if not isinstance(value, tuple):
+        return value
+    kind = _KINDS[value[0]]
+    return getattr(kind, "_make", kind)([_unpacked(each) for each in value[1:]])
+
+
+def _name(kind: type[Any]) -> str:
+    """Of a kind, by which it is found again."""
+    _KINDS[kind.__qualname__] = kind
+    return kind.__qualname__
+
+
+for _function in (_are_calls, _name):  # run when they are read, as torch.compiler.assume_constant_result has it
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
