@@ -310,7 +310,7 @@ class _AttentionBranch(torch.autograd.Function):
         kept_dy = steps.cotangent(
             dy, saved.rows, factor, p.scale, shape[0], dtype, total="attention_output", weight=weight
         )
-        cast_weights = AttentionWeights(*device.cast(dtype, *attention_weights(kept_p)[:3]))
+        cast_weights = AttentionWeights(*device.cast(dtype, *attention_weights(kept_p)[:3], after=dy))
         do, output = output_backward(kept_dy, saved.o, cast_weights.proj_weight, kept_p, kept_spec, needs)
         del kept_dy
         dx, products = attention_input_backward(

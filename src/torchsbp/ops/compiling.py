@@ -5,7 +5,8 @@ without data. Ops are functions of tensors and of options, so the second reading
 would take half of the time in which a ViT is compiled.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,11 +15,28 @@ from torch._guards import TracingContext
 Call = Callable[..., Any]
 _CALLS: list[Call] = []
 _KINDS: dict[str, type[Any]] = {}
+_shapes_alone = False
 
 
 def compiling() -> bool:
     """Whether a compiler reads this, the first time or the second."""
-    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
+    return torch.compiler.is_compiling() or (TracingContext.try_get() is not None and not _shapes_alone)
+
+
+def no_data() -> bool:
+    """Whether tensors stand for others of their shapes: there is nothing to launch a kernel on."""
+    return _shapes_alone
+
+
+@contextmanager
+def shapes_alone() -> Iterator[None]:
+    """Inside, the shapes of what an op makes are asked for by the compiler, which will not see how it does."""
+    global _shapes_alone
+    before, _shapes_alone = _shapes_alone, True
+    try:
+        yield
+    finally:
+        _shapes_alone = before
 
 
 def op(function: type[torch.autograd.Function]) -> Call:
@@ -61,5 +79,6 @@ def _name(kind: type[Any]) -> str:
     return kind.__qualname__
 
 
-for _function in (_are_calls, _name):  # run when they are read, as torch.compiler.assume_constant_result has it
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# As torch.compiler.assume_constant_result has it: run when they are read.
+setattr(_are_calls, "_dynamo_marked_constant", True)  # noqa: B010
+setattr(_name, "_dynamo_marked_constant", True)  # noqa: B010

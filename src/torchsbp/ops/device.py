@@ -19,6 +19,7 @@ from .graphs import Pass, Tensors, run_pass, seen
 from .kernel_steps import KernelSteps, keep_rows, rotated, scaled_last_layer, take_rows
 from .launch import launch
 from .layers import Grad, LastLayer, cast, last_layer_gradients, stacked
+from .operators import cast_groups, named_pass
 from .rotary import rotate, rotate_backward
 from .steps import Steps
 from .window_attention import WindowAttention
@@ -51,8 +52,9 @@ class Device:
         """The steps of a backward pass over rows like x's, whose totals have so many columns together."""
         return Steps(x, columns)
 
-    def cast(self, dtype: torch.dtype | None, *tensors: Grad | tuple[Tensor, ...]) -> list[Any]:
-        """The tensors in the given precision, if one is given; of a tuple one below the other."""
+    def cast(self, dtype: torch.dtype | None, *tensors: Grad | tuple[Tensor, ...], after: Grad = None) -> list[Any]:
+        """The tensors in the given precision, if one is given; of a tuple one below the other. If this is backward,
+        ``after`` a cotangent."""
         found = (stacked([cast(part, dtype) for part in t]) if isinstance(t, tuple) else t for t in tensors)
         return [t if t is None else cast(t, dtype) for t in found]
 
@@ -154,25 +156,22 @@ class CUDA(Device):
             torch.mm(dy.t(), x, out_dtype=torch.float32, out=place)
         return found
 
-    def cast(self, dtype: torch.dtype | None, *tensors: Grad | tuple[Tensor, ...]) -> list[Any]:
+    def cast(self, dtype: torch.dtype | None, *tensors: Grad | tuple[Tensor, ...], after: Grad = None) -> list[Any]:
         """In one kernel."""
-        if compiling():
-            return super().cast(dtype, *tensors)
         found: list[Any] = []
-        places: list[Tensor] = []
-        sources: list[Tensor] = []
-        for given in tensors:
+        parts: list[Tensor] = []
+        groups: dict[int, int] = {}
+        for number, given in enumerate(tensors):
             first, *others = given if isinstance(given, tuple) else (given,)
-            if first is None or (not others and dtype in (None, first.dtype)):
-                found.append(first)
-                continue
-            sizes = [part.shape[0] for part in (first, *others)]
-            made = first.new_empty(sum(sizes), *first.shape[1:], dtype=dtype)
-            found.append(made)
-            places += made.split_with_sizes(sizes)
-            sources += first, *others
-        if places:
-            torch._foreach_copy_(places, sources)
+            found.append(first)
+            if first is not None and (others or dtype not in (None, first.dtype)):
+                parts += first, *others
+                groups[number] = 1 + len(others)
+        if parts:
+            run = torch.ops.torchsbp.cast if compiling() else cast_groups
+            made = run(parts, [*groups.values()], dtype or parts[0].dtype, after)
+            for number, tensor in zip(groups, made, strict=True):
+                found[number] = tensor
         return found
 
     def last_layer(self, product: Grad, total: Tensor, weight: Tensor, bias: Grad, scale: Grad) -> LastLayer:
@@ -197,6 +196,8 @@ class CUDA(Device):
 
     def run_pass(self, run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
         """Small ones are replayed from CUDA graphs."""
+        if compiling():
+            return named_pass(run, static, given)
         return run_pass(run, static, given, given[0].device)
 
     def capturing(self) -> bool:

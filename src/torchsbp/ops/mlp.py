@@ -281,7 +281,7 @@ class _MLPBranch(torch.autograd.Function):
         steps = device.steps(x, mlp_columns(p, spec))
 
         n = steps.normalise(R.flat(x), affine, spec.dtype, after=dy)
-        cast_weights = MLPWeights(*device.cast(n.y.dtype, *mlp_weights(p)[:3]))
+        cast_weights = MLPWeights(*device.cast(n.y.dtype, *mlp_weights(p)[:3], after=dy))
         weight = options.row_weight
         kept_dy = steps.cotangent(dy, rows, factor, p.scale, shape[0], n.y.dtype, total="mlp_output", weight=weight)
         dn, products = mlp_backward(steps, kept_dy, n, h, cast_weights, p, spec, needs)
