@@ -3,7 +3,7 @@
 Another one may stand in for all of them (``substituted``): that is how memory is predicted for a GPU without one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -26,6 +26,7 @@ from .window_attention import WindowAttention
 from .window_launches import KernelWindowAttention
 
 HALF = (torch.float16, torch.bfloat16)
+Size = tuple[int, int]
 WIDEST = 8192  # channels: a kernel holds whole rows
 
 
@@ -63,6 +64,14 @@ class Device:
         other."""
         products = [cast(dy.t() @ x, weight.dtype) for dy, x in pairs]
         return products[0] if len(products) == 1 else torch.cat(products)
+
+    def convolution_backward(
+        self, dy: Tensor, x: Tensor, weight: Tensor, padding: Size, dilation: Size, groups: int, needs: Sequence[bool]
+    ) -> tuple[Any, Grad, Grad]:
+        """Gradients of x, weight and bias, where needed, of a convolution that keeps the size of x."""
+        return torch.ops.aten.convolution_backward(
+            dy, x, weight, [weight.shape[0]], [1, 1], padding, dilation, False, [0, 0], groups, needs
+        )
 
     def last_layer(self, product: Grad, total: Tensor, weight: Tensor, bias: Grad, scale: Grad) -> LastLayer:
         """Gradients of a branch's last layer; the product may be overwritten."""
