@@ -62,8 +62,8 @@ def test_bytecode_has_a_call_for_an_op():
 def test_options_come_through_as_they_are():
     options = BackwardOptions(weight_scale=0.5, row_weight=RowWeight(2.0, 1))
     given = (options, (2, (1, 1)), None, 3.0, torch.bfloat16, "gelu", True)
-    found = [compiling._unpacked(compiling._packed(value)) for value in given]
-    assert tuple(found) == given
+    found = compiling._unpacked(compiling._packed(given))
+    assert found == given
     assert isinstance(found[0], BackwardOptions)
     assert isinstance(found[0].row_weight, RowWeight)
 

@@ -47,7 +47,7 @@ def op(function: type[torch.autograd.Function]) -> Call:
 
     def run(*flat: Any) -> Any:
         if torch.compiler.is_compiling() and _are_calls():
-            return call(*[_packed(value) for value in flat])
+            return call(*[_packed(value) if isinstance(value, tuple) else value for value in flat])
         return function.apply(*flat)
 
     _CALLS.append(call)
@@ -61,9 +61,9 @@ def _are_calls() -> bool:
     return True
 
 
-def _packed(value: Any) -> Any:
-    """Named tuples as plain ones behind the name of their kind: what a compiler takes for constants."""
-    return (_name(type(value)), *[_packed(each) for each in value]) if isinstance(value, tuple) else value
+def _packed(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A named tuple as a plain one behind the name of its kind: what a compiler takes for a constant."""
+    return _name(type(options)), *[_packed(value) if isinstance(value, tuple) else value for value in options]
 
 
 def _unpacked(value: Any) -> Any:
