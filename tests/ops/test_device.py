@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchsbp.ops import device as D
 from torchsbp.ops import rows as R
@@ -25,6 +26,18 @@ from .helpers import attention_params, downsample_params, gradients, kept_rows, 
 class Hopper(CUDA):
     def prefers_cudnn(self, q):
         return True
+
+
+class Operators(TorchDispatchMode):
+    """Notes what runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 class Ampere(CUDA):
@@ -102,7 +115,9 @@ def test_gradients_of_convolutions(groups, kernel, padding, dilation, needs):
     y = torch.nn.functional.conv2d(x, weight, bias, 1, padding, dilation, groups)
     dy = torch.randn_like(y)
     wanted = torch.autograd.grad(y, (x, weight, bias), dy)
-    found = CUDA().convolution_backward(dy, x.detach(), weight.detach(), padding, dilation, groups, needs)
+    with Operators() as seen:
+        found = CUDA().convolution_backward(dy, x.detach(), weight.detach(), padding, dilation, groups, needs)
+    assert ("aten.convolution.default" in seen.names) == (groups == 6 and needs[0])
     for gradient, expected, need in zip(found, wanted, needs, strict=True):
         assert (gradient is not None) == need
         if need:

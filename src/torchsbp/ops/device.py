@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.attention
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -19,7 +20,7 @@ from .graphs import Pass, Tensors, run_pass, seen
 from .kernel_steps import KernelSteps, keep_rows, rotated, scaled_last_layer, take_rows
 from .launch import launch
 from .layers import Grad, LastLayer, cast, last_layer_gradients, stacked
-from .operators import cast_groups, named_pass
+from .operators import named_pass
 from .rotary import rotate, rotate_backward
 from .steps import Steps
 from .window_attention import WindowAttention
@@ -54,10 +55,14 @@ class Device:
         return Steps(x, columns)
 
     def cast(self, dtype: torch.dtype | None, *tensors: Grad | tuple[Tensor, ...], after: Grad = None) -> list[Any]:
-        """The tensors in the given precision, if one is given; of a tuple one below the other. If this is backward,
-        ``after`` a cotangent."""
-        found = (stacked([cast(part, dtype) for part in t]) if isinstance(t, tuple) else t for t in tensors)
-        return [t if t is None else cast(t, dtype) for t in found]
+        """The tensors in the given precision, if one is given; of a tuple one below the other. In backward, ``after`` a
+        cotangent: a compiler would save what forward has cast, and to cast a matrix again costs little."""
+
+        def again(t: Tensor) -> Tensor:
+            return t if after is None or t.dim() == 1 or dtype in (None, t.dtype) else R.after(after, t)
+
+        found = (stacked([cast(again(part), dtype) for part in t]) if isinstance(t, tuple) else t for t in tensors)
+        return [t if t is None else cast(again(t), dtype) for t in found]
 
     def weight_gradient(self, weight: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
         """``dW = dyᵀ x`` (Eq. 3) for 2-D dy and x, in the precision of the weight: of several pairs one below the
@@ -165,22 +170,39 @@ class CUDA(Device):
             torch.mm(dy.t(), x, out_dtype=torch.float32, out=place)
         return found
 
+    def convolution_backward(
+        self, dy: Tensor, x: Tensor, weight: Tensor, padding: Size, dilation: Size, groups: int, needs: Sequence[bool]
+    ) -> tuple[Any, Grad, Grad]:
+        """That of a depthwise convolution's input is a convolution too, with the weight turned around: in half the time
+        of cuDNN's kernel for gradients (ConvNeXt-T on an H200: 2.4 against 4.8 ms in a step)."""
+        if not needs[0] or weight.shape[:2] != (groups, 1):
+            return super().convolution_backward(dy, x, weight, padding, dilation, groups, needs)
+        dx = F.conv2d(dy, weight.flip(2, 3), None, 1, padding, dilation, groups)
+        others = False, *needs[1:]
+        if not any(others):
+            return dx, None, None
+        _, dw, db = super().convolution_backward(dy, x, weight, padding, dilation, groups, others)
+        return dx, dw, db
+
     def cast(self, dtype: torch.dtype | None, *tensors: Grad | tuple[Tensor, ...], after: Grad = None) -> list[Any]:
         """In one kernel."""
+        if compiling():
+            return super().cast(dtype, *tensors, after=after)
         found: list[Any] = []
-        parts: list[Tensor] = []
-        groups: dict[int, int] = {}
-        for number, given in enumerate(tensors):
+        places: list[Tensor] = []
+        sources: list[Tensor] = []
+        for given in tensors:
             first, *others = given if isinstance(given, tuple) else (given,)
-            found.append(first)
-            if first is not None and (others or dtype not in (None, first.dtype)):
-                parts += first, *others
-                groups[number] = 1 + len(others)
-        if parts:
-            run = torch.ops.torchsbp.cast if compiling() else cast_groups
-            made = run(parts, [*groups.values()], dtype or parts[0].dtype, after)
-            for number, tensor in zip(groups, made, strict=True):
-                found[number] = tensor
+            if first is None or (not others and dtype in (None, first.dtype)):
+                found.append(first)
+                continue
+            sizes = [part.shape[0] for part in (first, *others)]
+            made = first.new_empty(sum(sizes), *first.shape[1:], dtype=dtype)
+            found.append(made)
+            places += made.split_with_sizes(sizes)
+            sources += first, *others
+        if places:
+            torch._foreach_copy_(places, sources)
         return found
 
     def last_layer(self, product: Grad, total: Tensor, weight: Tensor, bias: Grad, scale: Grad) -> LastLayer:

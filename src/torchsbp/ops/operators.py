@@ -1,7 +1,5 @@
-"""What a compiler finds in a step and does not look into."""
+"""run_pass in a compiled step: what a compiler does not look into."""
 
-from collections.abc import Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -9,30 +7,6 @@ from torch import Tensor
 
 from .compiling import shapes_alone
 from .graphs import Pass, Tensors, passed, run_pass, with_passed
-from .layers import Grad
-
-torch.library.define(
-    "torchsbp::cast", "(Tensor[] parts, int[] counts, ScalarType dtype, Tensor? after=None) -> Tensor[]"
-)
-
-
-def cast_groups(parts: list[Tensor], counts: Sequence[int], dtype: torch.dtype, after: Grad = None) -> list[Tensor]:
-    """Groups of so many parts, each one below the other, in one kernel. ``after`` tells a compiler, which would keep
-    what it has cast once, when to do it: casting again costs no more than reading the weights."""
-    found: list[Tensor] = []
-    places: list[Tensor] = []
-    rest = iter(parts)
-    for count in counts:
-        group = list(islice(rest, count))
-        sizes = [part.shape[0] for part in group]
-        found.append(group[0].new_empty(sum(sizes), *group[0].shape[1:], dtype=dtype))
-        places += found[-1].split_with_sizes(sizes)
-    torch._foreach_copy_(places, parts)
-    return found
-
-
-torch.library.impl("torchsbp::cast", ("cpu", "cuda"), cast_groups)
-torch.library.register_fake("torchsbp::cast", cast_groups)
 
 
 class Outcome(NamedTuple):
