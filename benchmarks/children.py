@@ -113,13 +113,13 @@ def run(work: Work, settings: Sequence[Setting], jobs: int, limit: float, turns:
     take turns, a row is the middle one of those that its case has had."""
     for group in groups(settings, jobs):
         again = []
-        rounds: dict[Setting, list[Row]] = {}
+        rounds: dict[int, list[Row]] = {}
         for setting, row in run_group(work, group, limit, turns):
             if len(group) > 1 and row.get("error") == OUT_OF_MEMORY:
                 again.append(setting)
             elif turns and "error" not in row:
-                rounds.setdefault(setting, []).append(row)
-                yield middle(rounds[setting])
+                rounds.setdefault(id(setting), []).append(row)
+                yield middle(rounds[id(setting)])
             else:
                 yield row
         for setting in again:

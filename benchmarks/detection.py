@@ -136,7 +136,7 @@ class Setting:
     device: str
     warmup: int
     steps: int
-    rounds: int
+    rounds: int = 1
 
     @property
     def names(self) -> Row:
