@@ -159,7 +159,7 @@ def surroundings(device: torch.device) -> tuple[Hashable, ...]:
 
 def room_for(alive: int) -> int:
     """Bytes in which so much can be alive at once, fragments and a library's workspace included."""
-    return int(1.15 * alive) + 40 * 2**20
+    return int(1.06 * alive) + 36 * 2**20
 
 
 class Pool:
