@@ -13,7 +13,8 @@ from ..config import SBPConfig
 from ..errors import UsageError, UsageTimeError
 from ..sampling import schedules
 from ..sampling.masks import Masks
-from .site import Site, Strategy, bind, original, recomputing
+from .patches import embed
+from .site import Site, Strategy, bind, recomputing
 
 STEP = "sbp_step"
 """The step counter, a buffer of the entry: it follows the model to its device."""
@@ -45,7 +46,7 @@ class Entry(Strategy):
         trains = any(sampled.module.training for sampled in self.sampled) and not recomputing()
         if trains and not torch.compiler.is_compiling() and 0 in x.shape[:1]:  # compiled, that would be a guard
             raise UsageError(f"the batch is empty (input of shape {tuple(x.shape)}): nothing to sample; skip it")
-        y = original(module)(x, *args, **kwargs)
+        y = embed(module, x, *args, **kwargs)
         if getattr(module, "_is_replica", False):
             raise UsageTimeError("nn.DataParallel shares one mask between threads; use DistributedDataParallel")
         if trains:
