@@ -14,8 +14,8 @@ from torchsbp.patching import patches
 from torchsbp.patching.patches import PatchEmbedding, cuts_patches
 from torchsbp.patching.site import Site, patched_modules
 
-from ..counting import SavedBytes
-from ..models import LEAN, MODELS, images
+from ..counting import SavedBytes, counting_backend
+from ..models import LEAN, MODELS, Tiny, images
 from ..oracle import check_definition
 from ..steps import assert_gradients, check_compiled, check_copies, check_left_as_it_was, loss_of, step
 
@@ -38,9 +38,9 @@ def calls(monkeypatch) -> list[torch.Size]:
     """The shapes of weights with which the op is called."""
     found: list[torch.Size] = []
 
-    def counted(x, weight, bias):
+    def counted(x, weight, *others):
         found.append(weight.shape)
-        return ops.patch_embedding(x, weight, bias)
+        return ops.patch_embedding(x, weight, *others)
 
     monkeypatch.setattr(patches, "patch_embedding", counted)
     return found
@@ -60,11 +60,19 @@ def test_the_stem_is_found_and_its_gradients_equal_the_oracle(name, calls):
     assert calls == [weight]
 
 
-def test_an_entry_that_cuts_patches_itself_is_compiled_copied_and_removed():
+@pytest.mark.parametrize("name, fewer", [("vit", {"depth": 1}), ("torchvision vit", {"num_layers": 1})])
+def test_compiled_there_is_no_convolution(name, fewer):
+    """Full graph, no recompilation, the gradients of eager mode."""
+    backend, convolutions = counting_backend((torch.ops.aten.convolution.default,))
+    model = torchsbp.apply(MODELS[name].model(**fewer), keep_ratio=0.5)
+    check_compiled(model, MODELS[name].images(), backend, steps=2)
+    assert convolutions == [0]
+
+
+def test_an_entry_that_cuts_patches_itself_is_copied_and_removed():
     tiny = MODELS["torchvision vit"]
     check_left_as_it_was(tiny.model(), tiny.images(), keep_ratio=0.5)
     check_copies(torchsbp.apply(tiny.model(), keep_ratio=0.5), tiny.images())
-    check_compiled(torchsbp.apply(tiny.model(num_layers=1), keep_ratio=0.5), tiny.images(), "aot_eager", steps=2)
 
 
 @pytest.mark.parametrize("name", ["maxvit", "convnext simple norm, overlapping stem"])
@@ -102,15 +110,39 @@ def test_blocks_and_layers_between_stages_are_not_looked_into():
     assert any(cuts_patches(m) for stage in model.stages for m in stage.downsample.modules())
 
 
-def test_images_are_saved_by_no_copy():
+@pytest.mark.parametrize("name", ["vit", "convnext", "swin", "torchvision vit", "transformers siglip"])
+def test_images_are_saved_by_no_copy(name):
     """Of a batch that the caller holds nothing is saved, in the precision of products neither."""
-    plain = LEAN["vit"].model().float()
-    model, x, saved = torchsbp.apply(copy.deepcopy(plain), keep_ratio=0.5), images().float(), []
-    for stem in (plain.patch_embed, model.patch_embed):
-        with torch.autocast("cpu", torch.bfloat16), SavedBytes(model, *plain.parameters(), x) as its:
-            stem(x)
-        saved.append(its.total)
-    assert saved == [2 * (x.numel() + plain.patch_embed.proj.weight.numel()), 0]
+    tiny = MODELS[name]
+    assert saved_by_stem(tiny) == 0
+    assert saved_by_stem(tiny, patched=False) > 2 * tiny.images().numel()
+
+
+def test_what_an_entry_makes_of_images_is_saved_as_by_the_convolution():
+    """torchvision pads clips, by a copy also where nothing is to be padded."""
+    tiny = MODELS["video swin"]
+    assert saved_by_stem(tiny) == 2 * tiny.images().numel()
+
+
+def saved_by_stem(tiny: Tiny, patched: bool = True) -> int:
+    """Bytes that the convolution saves under autocast, besides parameters and the images."""
+    model, x = tiny.model().float(), tiny.images().float()
+    if patched:
+        torchsbp.apply(model, keep_ratio=0.5)
+    conv = next(m for m in model.modules() if cuts_patches(m))
+    counted = SavedBytes(model, x)
+
+    def begin(*_: object) -> None:
+        counted.__enter__()
+
+    def end(*_: object) -> None:
+        counted.__exit__()
+
+    conv.register_forward_pre_hook(begin)
+    conv.register_forward_hook(end)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)
+    return counted.total
 
 
 def test_frozen_it_is_the_convolution(calls):

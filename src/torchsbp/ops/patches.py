@@ -1,7 +1,7 @@
 """A convolution whose stride is its kernel, as it cuts images into patches: ``y = patches(x) Wᵀ + b``.
 
 Exact, not sampled. No patch overlaps another, so its backward is that of a linear layer on patches, cut out of what it
-was given: images, which are alive anyway, are not saved once more in the precision of products. Forward it is the
+was given: images that their owner holds are not saved once more in the precision of products. Forward it is the
 convolution bit for bit; compiled, where other kernels run too, the linear layer, of which GPUs have better ones.
 """
 
@@ -18,9 +18,10 @@ from .layers import Grad, autocast_dtype, cast
 from .once import once
 
 
-def patch_embedding(x: Tensor, weight: Tensor, bias: Grad) -> Tensor:
-    """The convolution of ``x [B, C, *size]`` by ``weight [C', C, *kernel]``, of two or three dimensions."""
-    return _PatchEmbedding.apply(x, weight, bias, autocast_dtype(x))
+def patch_embedding(x: Tensor, weight: Tensor, bias: Grad, held: bool = True) -> Tensor:
+    """The convolution of ``x [B, C, *size]`` by ``weight [C', C, *kernel]``, of two or three dimensions. ``held``: x is
+    saved as it is, since others hold it too; otherwise in the precision of products."""
+    return _PatchEmbedding.apply(x, weight, bias, autocast_dtype(x), held)
 
 
 def into_patches(x: Tensor, kernel: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -41,11 +42,10 @@ def convolution(x: Tensor, weight: Tensor, bias: Grad, transposed: bool = False,
 
 class _PatchEmbedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Grad, dtype: torch.dtype | None) -> Tensor:
-        needs_x, needs_weight, *_ = ctx.needs_input_grad
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Grad, dtype: torch.dtype | None, held: bool) -> Tensor:
         seen, (w, b) = cast(x, dtype), device_of(x).cast(dtype, weight, bias)
-        kept = seen if needs_x else x  # what needs a gradient is an activation, which may end here
-        ctx.save_for_backward(kept if needs_weight else None, weight)
+        _, needs_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward((x if held else seen) if needs_weight else None, weight)
         ctx.static = x.shape[2:], x.dtype
         if not torch.compiler.is_compiling():
             return convolution(seen, w, b)
@@ -58,7 +58,7 @@ class _PatchEmbedding(torch.autograd.Function):
     @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         (x, weight), (size, x_dtype) = ctx.saved_tensors, ctx.static
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         kernel, rows = weight.shape[2:], R.flat(R.channels_last(dy, 2))
         dx = dw = db = None
         if needs_weight:
@@ -69,4 +69,4 @@ class _PatchEmbedding(torch.autograd.Function):
         if needs_x:
             rest = [n % k for n, k in zip(size, kernel, strict=True)]
             dx = cast(convolution(dy, cast(weight, dy.dtype), None, transposed=True, rest=rest), x_dtype)
-        return dx, dw, db, None
+        return dx, dw, db, None, None

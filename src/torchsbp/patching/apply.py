@@ -185,7 +185,8 @@ def strategies_for(
         its_rule = RULES["query"] if site is None else rule
         sampling = Sampling(masks, site, its_rule, config.scope, config.scale, i < recomputing, config.capture)
         bound += [(m, strategy_for(part, its.module, sampling)) for m, part in its.description.bindings(its.module)]
-    bound += [(conv, PatchEmbedding()) for conv in stem(model, layout.stages_of(model)) if conv is not entry_module]
+    convolutions = stem(model, layout.stages_of(model))
+    bound += [(conv, PatchEmbedding(entry)) for conv in convolutions if conv is not entry_module]
     return entry_module, entry, bound
 
 

@@ -1,6 +1,7 @@
 """The convolutions before a backbone's blocks that cut images into patches. Nothing of them is sampled."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,20 +16,26 @@ from .site import Strategy, original
 CONVOLUTIONS = ("torch.nn.modules.conv.Conv2d", "torch.nn.modules.conv.Conv3d")
 
 
+@dataclass
 class PatchEmbedding(Strategy):
-    """Of such a convolution. It is still called, so that hooks run; whatever else it may become, it runs as that."""
+    """Of such a convolution. It is still called, so that hooks run; whatever else it may become, it runs as that.
+
+    ``entry`` is that of the backbone: what it was given, its caller holds; what was made of that on the way ends here.
+    """
+
+    entry: Any
 
     def forward(self, module: nn.Module, input: Tensor) -> Tensor:
-        return embed(module, input)
+        return embed(module, input, held=input is self.entry.given)
 
 
-def embed(module: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
+def embed(module: nn.Module, x: Any, *args: Any, held: bool, **kwargs: Any) -> Any:
     """The module's own forward, or if it cuts patches, and trains, what is the same and saves less."""
     if module.training and torch.is_grad_enabled() and cuts_patches(module):
         weight, bias = parameter(module, "weight"), parameter(module, "bias")
         trains = any(t is not None and t.requires_grad for t in (x, weight, bias))
         if trains and x.dim() == weight.dim():
-            return patch_embedding(x, weight, bias)
+            return patch_embedding(x, weight, bias, held)
     return original(module)(x, *args, **kwargs)
 
 
