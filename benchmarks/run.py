@@ -25,7 +25,7 @@ COMPARED = ("step ms", "peak MiB")
 
 
 def add_ratios(rows: list[Row]) -> None:
-    """To full backprop of the same model and mode, and for compiled rows to checkpointing; also of the time to compile."""
+    """To full backprop of the same model and mode, and for compiled rows to checkpointing."""
     timed = {(row["model"], row["mode"], row["method"]): row for row in rows if "step ms" in row}
     for (model, mode, _), row in timed.items():
         full, checkpoint = (timed.get((model, mode, method), {}) for method in ("full", "checkpoint"))

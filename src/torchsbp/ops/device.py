@@ -3,7 +3,7 @@
 Another one may stand in for all of them (``substituted``): that is how memory is predicted for a GPU without one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -11,18 +11,22 @@ from typing import Any
 import torch
 import torch.nn.attention
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import rows as R
+from .compiling import compiling
 from .graphs import Pass, Tensors, run_pass, seen
 from .kernel_steps import KernelSteps, keep_rows, rotated, scaled_last_layer, take_rows
 from .launch import launch
 from .layers import Grad, LastLayer, cast, last_layer_gradients, stacked
+from .operators import cast_groups, named_pass
 from .rotary import rotate, rotate_backward
 from .steps import Steps
 from .window_attention import WindowAttention
 from .window_launches import KernelWindowAttention
 
 HALF = (torch.float16, torch.bfloat16)
+Size = tuple[int, int]
 WIDEST = 8192  # channels: a kernel holds whole rows
 
 
@@ -49,8 +53,9 @@ class Device:
         """The steps of a backward pass over rows like x's, whose totals have so many columns together."""
         return Steps(x, columns)
 
-    def cast(self, dtype: torch.dtype | None, *tensors: Grad | tuple[Tensor, ...]) -> list[Any]:
-        """The tensors in the given precision, if one is given; of a tuple one below the other."""
+    def cast(self, dtype: torch.dtype | None, *tensors: Grad | tuple[Tensor, ...], after: Grad = None) -> list[Any]:
+        """The tensors in the given precision, if one is given; of a tuple one below the other. If this is backward,
+        ``after`` a cotangent."""
         found = (stacked([cast(part, dtype) for part in t]) if isinstance(t, tuple) else t for t in tensors)
         return [t if t is None else cast(t, dtype) for t in found]
 
@@ -59,6 +64,14 @@ class Device:
         other."""
         products = [cast(dy.t() @ x, weight.dtype) for dy, x in pairs]
         return products[0] if len(products) == 1 else torch.cat(products)
+
+    def convolution_backward(
+        self, dy: Tensor, x: Tensor, weight: Tensor, padding: Size, dilation: Size, groups: int, needs: Sequence[bool]
+    ) -> tuple[Any, Grad, Grad]:
+        """Gradients of x, weight and bias, where needed, of a convolution that keeps the size of x."""
+        return torch.ops.aten.convolution_backward(
+            dy, x, weight, [weight.shape[0]], [1, 1], padding, dilation, False, [0, 0], groups, needs
+        )
 
     def last_layer(self, product: Grad, total: Tensor, weight: Tensor, bias: Grad, scale: Grad) -> LastLayer:
         """Gradients of a branch's last layer; the product may be overwritten."""
@@ -129,7 +142,7 @@ class CUDA(Device):
     ) -> Tensor:
         if not (self.fits(x) and rope.dim() <= 3 and x.shape[1] * x.shape[3] <= WIDEST):
             return super().rotate(x, rope, rows, half, back)
-        return rotated(self.launch, x, rope, rows, half, back, overwrite and not torch.compiler.is_compiling())
+        return rotated(self.launch, x, rope, rows, half, back, overwrite and not compiling())
 
     def launch(self, kernel: str, grid: tuple[int, ...], **arguments: Any) -> None:
         """A kernel that is none of the steps'."""
@@ -143,7 +156,7 @@ class CUDA(Device):
         they belong."""
         if pairs[0][0].dtype not in HALF or weight.dtype != torch.float32:
             return super().weight_gradient(weight, *pairs)
-        if len(pairs) == 1 or torch.compiler.is_compiling():
+        if len(pairs) == 1 or compiling():
             products = [torch.mm(dy.t(), x, out_dtype=torch.float32) for dy, x in pairs]
             return products[0] if len(products) == 1 else torch.cat(products)
         sizes = [dy.shape[1] for dy, _ in pairs]
@@ -152,25 +165,22 @@ class CUDA(Device):
             torch.mm(dy.t(), x, out_dtype=torch.float32, out=place)
         return found
 
-    def cast(self, dtype: torch.dtype | None, *tensors: Grad | tuple[Tensor, ...]) -> list[Any]:
+    def cast(self, dtype: torch.dtype | None, *tensors: Grad | tuple[Tensor, ...], after: Grad = None) -> list[Any]:
         """In one kernel."""
-        if torch.compiler.is_compiling():
-            return super().cast(dtype, *tensors)
         found: list[Any] = []
-        places: list[Tensor] = []
-        sources: list[Tensor] = []
-        for given in tensors:
+        parts: list[Tensor] = []
+        groups: dict[int, int] = {}
+        for number, given in enumerate(tensors):
             first, *others = given if isinstance(given, tuple) else (given,)
-            if first is None or (not others and dtype in (None, first.dtype)):
-                found.append(first)
-                continue
-            sizes = [part.shape[0] for part in (first, *others)]
-            made = first.new_empty(sum(sizes), *first.shape[1:], dtype=dtype)
-            found.append(made)
-            places += made.split_with_sizes(sizes)
-            sources += first, *others
-        if places:
-            torch._foreach_copy_(places, sources)
+            found.append(first)
+            if first is not None and (others or dtype not in (None, first.dtype)):
+                parts += first, *others
+                groups[number] = 1 + len(others)
+        if parts:
+            run = torch.ops.torchsbp.cast if compiling() else cast_groups
+            made = run(parts, [*groups.values()], dtype or parts[0].dtype, after)
+            for number, tensor in zip(groups, made, strict=True):
+                found[number] = tensor
         return found
 
     def last_layer(self, product: Grad, total: Tensor, weight: Tensor, bias: Grad, scale: Grad) -> LastLayer:
@@ -181,7 +191,7 @@ class CUDA(Device):
     def save_rows(self, x: Tensor, rows: R.Rows, dtype: torch.dtype | None = None) -> Tensor:
         """Gathered here and now: left to itself, the compiler gathers the rows of several blocks in one kernel behind
         the last of them, and holds all of x in all of these blocks until then."""
-        if rows is None or not (torch.compiler.is_compiling() and self.fits(x)):
+        if rows is None or not (compiling() and self.fits(x)):
             return super().save_rows(x, rows, dtype)
         return take_rows(R.flat(x).contiguous(), rows, dtype or x.dtype)
 
@@ -189,16 +199,18 @@ class CUDA(Device):
         self, x: Tensor, o: Tensor, lse: Tensor, rows: R.Rows, dtype: torch.dtype, x_rows: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """In one kernel; compiled, all of x is saved where it is made."""
-        if rows is None or torch.compiler.is_compiling() or not (self.fits(x) and self.fits(o)):
+        if rows is None or compiling() or not (self.fits(x) and self.fits(o)):
             return super().save_attention(x, o, lse, rows, dtype, x_rows)
         return keep_rows(self.launch, x, o, lse, rows, dtype, x_rows)
 
     def run_pass(self, run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
         """Small ones are replayed from CUDA graphs."""
+        if compiling():
+            return named_pass(run, static, given)
         return run_pass(run, static, given, given[0].device)
 
     def capturing(self) -> bool:
-        return not torch.compiler.is_compiling() and (torch.cuda.is_current_stream_capturing() or seen())
+        return not compiling() and (torch.cuda.is_current_stream_capturing() or seen())
 
     def inverse(self, rows: Tensor, size: int) -> Grad:
         return R.inverse(rows, size)
@@ -210,8 +222,9 @@ _PREFERS_CUDNN: dict[int, bool] = {}
 def _prefers_cudnn(device: int) -> bool:
     """Whether PyTorch prefers cuDNN's attention on this GPU (newer ones), asked once on a small query."""
     if device not in _PREFERS_CUDNN:
-        q = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device=f"cuda:{device}")
-        choice = torch._fused_sdp_choice(q, q, q)
+        with _disable_current_modes():  # a compiler's: its tensors have no data
+            q = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device=f"cuda:{device}")
+            choice = torch._fused_sdp_choice(q, q, q)
         _PREFERS_CUDNN[device] = choice == torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value
     return _PREFERS_CUDNN[device]
 
