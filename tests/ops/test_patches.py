@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchsbp.ops import reference
-from torchsbp.ops.patches import into_patches, patch_embedding
+from torchsbp.ops.patches import cut_patches, patch_embedding
 
 from ..counting import PRODUCTS, SavedBytes, counting_backend
 from .helpers import assert_same_gradients, gradients, param
@@ -143,5 +143,5 @@ def test_a_weight_that_is_used_twice_under_autocast_keeps_both_gradients():
 
 def test_patches_are_in_the_order_of_weights():
     x, weight = torch.randn(B, C, 9, 12), torch.randn(OUT, C, 4, 5)
-    y = into_patches(x, (4, 5), torch.float32) @ weight.flatten(1).t()
+    y = cut_patches(x, (4, 5), torch.float32) @ weight.flatten(1).t()
     torch.testing.assert_close(y.view(B, 2, 2, OUT).permute(0, 3, 1, 2), F.conv2d(x, weight, stride=(4, 5)))

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import rows as R
+from .compiling import compiling, op
 from .device import device_of
 from .layers import Grad, autocast_dtype, cast
 from .once import once
@@ -21,10 +22,10 @@ from .once import once
 def patch_embedding(x: Tensor, weight: Tensor, bias: Grad, held: bool = True) -> Tensor:
     """The convolution of ``x [B, C, *size]`` by ``weight [C', C, *kernel]``, of two or three dimensions. ``held``: x is
     saved as it is, since others hold it too; otherwise in the precision of products."""
-    return _PatchEmbedding.apply(x, weight, bias, autocast_dtype(x), held)
+    return _run_patch_embedding(x, weight, bias, autocast_dtype(x), held)
 
 
-def into_patches(x: Tensor, kernel: Sequence[int], dtype: torch.dtype) -> Tensor:
+def cut_patches(x: Tensor, kernel: Sequence[int], dtype: torch.dtype) -> Tensor:
     """``[B, C, *size]`` as rows ``[B * N, C * prod(kernel)]``, each in the order of ``weight.flatten(1)``, by one copy.
     What is left over at the end of a dimension is cut off."""
     for dim, k in enumerate(kernel, 2):
@@ -47,11 +48,11 @@ class _PatchEmbedding(torch.autograd.Function):
         _, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward((x if held else seen) if needs_weight else None, weight)
         ctx.static = x.shape[2:], x.dtype
-        if not torch.compiler.is_compiling():
+        if not compiling():
             return convolution(seen, w, b)
         kernel = weight.shape[2:]
         grid = [n // k for n, k in zip(x.shape[2:], kernel, strict=True)]
-        y = F.linear(into_patches(x, kernel, w.dtype), w.flatten(1), b)
+        y = F.linear(cut_patches(x, kernel, w.dtype), w.flatten(1), b)
         return R.channels_back(y.view(x.shape[0], *grid, -1), 2)
 
     @staticmethod
@@ -62,7 +63,7 @@ class _PatchEmbedding(torch.autograd.Function):
         kernel, rows = weight.shape[2:], R.flat(R.channels_last(dy, 2))
         dx = dw = db = None
         if needs_weight:
-            patches = into_patches(R.after(dy, x), kernel, dy.dtype)
+            patches = cut_patches(R.after(dy, x), kernel, dy.dtype)
             dw = device_of(dy).weight_gradient(weight, (rows, patches)).view(weight.shape)
         if needs_bias:
             db = rows.sum(0, dtype=weight.dtype)
@@ -70,3 +71,6 @@ class _PatchEmbedding(torch.autograd.Function):
             rest = [n % k for n, k in zip(size, kernel, strict=True)]
             dx = cast(convolution(dy, cast(weight, dy.dtype), None, transposed=True, rest=rest), x_dtype)
         return dx, dw, db, None, None
+
+
+_run_patch_embedding = op(_PatchEmbedding)
