@@ -99,6 +99,10 @@ def test_golf_swings_become_what_the_tasks_read(bench, tmp_path):
         begin, end = list(pairwise(events[numbers[0]]))[3]
         evenly = np.linspace(begin, end, 16).round().astype(int)
         assert torch.equal(clip.read(range(16)), swing[evenly].permute(0, 2, 3, 1))
+        stills = Folder(tmp_path / "stills" / part, "RGB")
+        assert len(stills) == 7 * len(numbers)
+        still = Image.open(stills.root / "mid-downswing" / f"swing{numbers[0]:03}_09.ppm")
+        assert np.array_equal(np.asarray(still), swing[9].permute(1, 2, 0))
 
 
 @pytest.mark.skipif(not features.check("avif"), reason="this Pillow reads no AVIF")
