@@ -37,6 +37,7 @@ class Setting:
     bf16: bool = True
     warmup: int = 5
     steps: int = 30
+    rounds: int = 1
     profile: bool = False
     snapshot: bool = False
 
@@ -192,12 +193,13 @@ def measured(setting: Setting) -> Iterator[Row]:
         row["build s"] = time.perf_counter() - begun
     release()
     yield {}
-    row |= measure(case)
-    if setting.profile:
-        row["profile"] = profile(case)
-    if setting.snapshot and case.cuda:
-        row["snapshot"] = peak.report(lambda: case.steps(1))
-    yield row
+    for number in range(setting.rounds):
+        found = row | measure(case)
+        if setting.profile and not number:
+            found["profile"] = profile(case)
+        if setting.snapshot and case.cuda and not number:
+            found["snapshot"] = peak.report(lambda: case.steps(1))
+        yield found
 
 
 def profile(case: Case) -> str:

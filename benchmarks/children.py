@@ -1,6 +1,7 @@
 """Cases in processes of their own: prepared several at a time, measured one at a time.
 
-A clean allocator and compiler for every case, and a case that fails, dies or hangs leaves the others alone.
+A clean allocator and compiler for every case, and a case that fails, dies or hangs leaves the others alone. Steps that
+wait for the CPU take 20 % more or less from one minute to the next: cases may take turns, so that all see the same.
 """
 
 import multiprocessing
@@ -22,13 +23,16 @@ Work = Callable[[Setting], Iterator[Row]]
 
 
 def serve(pipe: Connection, work: Work, setting: Setting) -> None:
-    """In the child: prepare (the first thing ``work`` yields says that this is done), wait, send row after row."""
+    """In the child: prepare (the first thing ``work`` yields says that this is done), then a row whenever asked."""
     try:
         rows = work(setting)
         pipe.send(next(rows))
         pipe.recv()
         for row in rows:
             pipe.send(row)
+            pipe.recv()
+    except EOFError:  # nobody asks any more
+        pass
     except Exception as error:
         pipe.send({"error": reason(error)})
     pipe.close()
@@ -67,11 +71,15 @@ class Child:
         return error
 
     def measure(self) -> Iterator[Row]:
-        self.deadline = time.monotonic() + self.limit
-        with suppress(OSError):  # it died while it waited: listening tells
-            self.pipe.send("measure")
-        while not self.pipe.closed and (row := self.listen()):
-            yield row
+        """Row after row; between them it waits."""
+        row: Row | None = {}
+        while row is not None and not self.pipe.closed:
+            self.deadline = time.monotonic() + self.limit
+            with suppress(OSError):  # it died while it waited: listening tells
+                self.pipe.send("measure")
+            row = self.listen()
+            if row is not None:
+                yield row
         self.stop()
 
     def stop(self) -> None:
@@ -80,31 +88,48 @@ class Child:
         self.pipe.close()
 
 
-def run_group(work: Work, settings: Sequence[Setting], limit: float) -> Iterator[tuple[Setting, Row]]:
-    """The rows of every case as they come: all prepare at the same time, then one after the other measures and ends."""
+def run_group(work: Work, settings: Sequence[Setting], limit: float, turns: bool) -> Iterator[tuple[Setting, Row]]:
+    """The rows of every case as they come: all prepare at the same time, then one after the other measures and ends; or
+    they take ``turns``, a row each."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(settings)))
     children = [Child(work, setting, limit) for setting in settings]
     try:
         prepared = [child.listen() for child in children]
-        for child, said in zip(children, prepared, strict=True):
-            for row in [said] if said else child.measure():
+        left = [iter([said]) if said else child.measure() for child, said in zip(children, prepared, strict=True)]
+        pending = list(zip(children, left, strict=True))
+        while pending:
+            child, rows = pending.pop(0)
+            row = next(rows, None)
+            if row is not None:
                 yield child.setting, child.setting.names | row
+                pending.insert(len(pending) if turns else 0, (child, rows))
     finally:
         for child in children:
             child.stop()
 
 
-def run(work: Work, settings: Sequence[Setting], jobs: int, limit: float) -> Iterator[Row]:
-    """Row after row, as measured; a case that found no memory beside the others of its group runs again alone."""
+def run(work: Work, settings: Sequence[Setting], jobs: int, limit: float, turns: bool = False) -> Iterator[Row]:
+    """Row after row, as measured; a case that found no memory beside the others of its group runs again alone. If cases
+    take turns, a row is the middle one of those that its case has had."""
     for group in groups(settings, jobs):
         again = []
-        for setting, row in run_group(work, group, limit):
+        rounds: dict[int, list[Row]] = {}
+        for setting, row in run_group(work, group, limit, turns):
             if len(group) > 1 and row.get("error") == OUT_OF_MEMORY:
                 again.append(setting)
+            elif turns and "error" not in row:
+                rounds.setdefault(id(setting), []).append(row)
+                yield middle(rounds[id(setting)])
             else:
                 yield row
         for setting in again:
-            yield from (row for _, row in run_group(work, [setting], limit))
+            yield from (row for _, row in run_group(work, [setting], limit, turns))
+
+
+def middle(rounds: Sequence[Row]) -> Row:
+    """The row of a case whose step took the middle of the times, and all of these."""
+    row = sorted(rounds, key=lambda row: row["step ms"])[(len(rounds) - 1) // 2]
+    return row | {"rounds ms": [each["step ms"] for each in rounds]}
 
 
 def groups(settings: Sequence[Setting], jobs: int) -> list[list[Setting]]:

@@ -136,6 +136,7 @@ class Setting:
     device: str
     warmup: int
     steps: int
+    rounds: int = 1
 
     @property
     def names(self) -> Row:
@@ -252,7 +253,7 @@ class Watched:
 
 
 def measured(args: argparse.Namespace) -> Iterator[Row]:
-    about = {name: getattr(args, name) for name in ("height", "width", "device", "warmup", "steps")}
+    about = {name: getattr(args, name) for name in ("height", "width", "device", "warmup", "steps", "rounds")}
     settings = [
         Setting(model, batch, mode, method, **about)
         for model in args.models
@@ -261,7 +262,7 @@ def measured(args: argparse.Namespace) -> Iterator[Row]:
         for method in args.methods
     ]
     if args.jobs > 1:
-        yield from children.run(rows_of, settings, args.jobs, args.limit)
+        yield from children.run(rows_of, settings, args.jobs, args.limit, turns=args.rounds > 1)
         return
     for setting in settings:
         yield setting.names | alone(setting)
@@ -290,11 +291,12 @@ def rows_of(setting: Setting) -> Iterator[Row]:
         yield {}
         case.time(2)
         row = case.peak() | case.busy()
-    row = {"step ms": case.time(setting.steps), **row}
-    if setting.device == "cuda":
-        with torch.autograd.set_multithreading_enabled(False):  # backward in this thread, not in one of the GPU's own
-            row["one thread ms"] = case.time(setting.steps)
-    yield row
+    for _ in range(setting.rounds):
+        yield {"step ms": case.time(setting.steps), **row}
+
+
+def same_case(row: Row, other: Row) -> bool:
+    return all(row[key] == other[key] for key in ("model", "batch", "mode", "method"))
 
 
 def add_ratios(rows: list[Row]) -> None:
@@ -337,6 +339,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     result.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     result.add_argument("--warmup", type=int, default=2)
     result.add_argument("--steps", type=int, default=10)
+    result.add_argument("--rounds", type=int, default=1, help="cases of a group take turns so often; medians are told")
     result.add_argument("--jobs", type=int, default=1, help="cases prepared at the same time; one at a time is timed")
     result.add_argument("--limit", type=float, default=240, help="seconds for a case to prepare, and to be measured")
     result.add_argument("--out", type=Path, help="JSON file for the rows, written as they come")
@@ -350,7 +353,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     with suppress(BrokenPipeError):
         for row in measured(args):
-            rows.append(row)
+            rows = [*(known for known in rows if not same_case(known, row)), row]
             add_ratios(rows)
             print(json.dumps(row), flush=True)
             if args.out:

@@ -25,7 +25,7 @@ COMPARED = ("step ms", "peak MiB")
 
 
 def add_ratios(rows: list[Row]) -> None:
-    """To full backprop of the same model and mode, and for compiled rows to checkpointing; also of the time to compile."""
+    """To full backprop of the same model and mode, and for compiled rows to checkpointing."""
     timed = {(row["model"], row["mode"], row["method"]): row for row in rows if "step ms" in row}
     for (model, mode, _), row in timed.items():
         full, checkpoint = (timed.get((model, mode, method), {}) for method in ("full", "checkpoint"))
@@ -121,11 +121,16 @@ def keep_texts(row: Row, args: argparse.Namespace) -> None:
             args.out.with_name(f"{args.out.stem}-{file_name(row)}-{kind}.txt").write_text(text + "\n")
 
 
+def same_case(row: Row, other: Row) -> bool:
+    return all(row[key] == other[key] for key in ("model", "mode", "method"))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = commandline.parser(__doc__)
     parser.add_argument("--modes", nargs="+", choices=list(MODES), help="graphs: compiled, with CUDA graphs")
     parser.add_argument("--batch", type=int, help="instead of each model's own")
     parser.add_argument("--size", type=int, help="image size, instead of each model's own")
+    parser.add_argument("--rounds", type=int, default=1, help="cases of a group take turns so often; medians are told")
     parser.add_argument("--profile", action="store_true", help="where the time of a step goes, one text per case")
     parser.add_argument("--snapshot", action="store_true", help="what is alive at the peak of memory (CUDA)")
     parser.add_argument("--show", type=Path, help="print the tables of a JSON file and stop")
@@ -141,9 +146,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"\n{mode}\n\n{markdown([row for row in rows if row['mode'] == mode])}")
         return
     rows: list[Row] = []
-    for row in children.run(measured, commandline.settings(args), args.jobs, args.limit):
-        rows.append(row)
+    for row in children.run(measured, commandline.settings(args), args.jobs, args.limit, turns=args.rounds > 1):
         keep_texts(row, args)
+        rows = [*(known for known in rows if not same_case(known, row)), row]
         add_ratios(rows)
         commandline.write(args, rows)
         print(show(row), flush=True)

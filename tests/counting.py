@@ -8,7 +8,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 aten = torch.ops.aten
-MATRIX_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.convolution.default)
 
 
 class SavedBytes:

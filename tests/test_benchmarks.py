@@ -151,7 +151,8 @@ def test_ratios_to_checkpointing_and_of_memory(bench):
 def serve(bench, work) -> list[dict]:
     """What a child process with this work would send, the word to go on given beforehand."""
     ours, theirs = bench.children.CONTEXT.Pipe()
-    ours.send("measure")
+    for _ in range(2):
+        ours.send("measure")
     bench.children.serve(theirs, work, bench.case.Setting("test_vit", "full"))
     sent = []
     with suppress(EOFError, ConnectionResetError):
@@ -177,7 +178,7 @@ def test_a_child_sends_its_rows_and_its_errors(bench, capsys):
 
 def test_a_child_that_hangs_or_dies_is_an_error_row(bench):
     setting = bench.case.Setting("test_vit", "full")
-    rows = list(bench.children.run_group(bench.case.measured, [setting], limit=0))
+    rows = list(bench.children.run_group(bench.case.measured, [setting], limit=0, turns=False))
     assert rows == [(setting, setting.names | {"error": "not done after 0 s"})]
     child = bench.children.Child(bench.case.measured, setting, limit=60)
     child.process.kill()
@@ -186,7 +187,7 @@ def test_a_child_that_hangs_or_dies_is_an_error_row(bench):
 
 
 def test_a_case_without_memory_beside_others_runs_again_alone(bench, monkeypatch):
-    def run_group(work, settings, limit):
+    def run_group(work, settings, limit, turns):
         crowded = len(settings) > 1
         for s in settings:
             yield s, s.names | ({"error": "out of memory"} if crowded and s.method == "a" else {})
@@ -194,6 +195,31 @@ def test_a_case_without_memory_beside_others_runs_again_alone(bench, monkeypatch
     monkeypatch.setattr(bench.children, "run_group", run_group)
     settings = [bench.case.Setting("test_vit", method) for method in "ab"]
     assert list(bench.children.run(bench.case.measured, settings, 2, 1)) == [s.names for s in reversed(settings)]
+
+
+def test_cases_take_turns(bench, monkeypatch):
+    times = {"a": [5.0, 1.0, 3.0], "b": [4.0, 4.0, 2.0]}
+
+    class Child:
+        def __init__(self, work, setting, limit):
+            self.setting = setting
+
+        def listen(self):
+            return {}
+
+        def measure(self):
+            yield from ({"step ms": time} for time in times[self.setting.method])
+
+        def stop(self):
+            pass
+
+    monkeypatch.setattr(bench.children, "Child", Child)
+    settings = [bench.case.Setting("test_vit", method) for method in "ab"]
+    rows = list(bench.children.run(bench.case.measured, settings, 2, 1, turns=True))
+    assert [row["method"] for row in rows] == ["a", "b"] * 3
+    assert [(row["step ms"], row["rounds ms"]) for row in rows[-2:]] == [(3.0, times["a"]), (4.0, times["b"])]
+    in_order = bench.children.run(bench.case.measured, settings, 2, 1)
+    assert [row["method"] for row in in_order] == ["a"] * 3 + ["b"] * 3
 
 
 def test_groups_keep_a_model_and_its_mode_together(bench):

@@ -3,17 +3,21 @@ stood in for by what it would do: run again on the memory that it was captured w
 
 from collections import OrderedDict
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from torchsbp.ops import graphs as module
 from torchsbp.ops.block import transformer_block
 from torchsbp.ops.conv_block import ConvParams, ConvSpec, conv_block
 from torchsbp.ops.device import CPU, CUDA
-from torchsbp.ops.heads import AttentionSpec
+from torchsbp.ops.heads import AttentionParams, AttentionSpec
 from torchsbp.ops.layers import BackwardOptions
 from torchsbp.ops.mlp import MLPParams, MLPSpec, mlp_branch
+from torchsbp.ops.named import split
 
 from .helpers import attention_params, gradients, kept_rows, mlp_params
 
@@ -53,6 +57,10 @@ def graphs(monkeypatch):
 
 def on_device(params):
     return type(params)(*(None if t is None else t.detach().to(DEVICE).requires_grad_() for t in params))
+
+
+class Leaf(NamedTuple):
+    x: torch.Tensor
 
 
 def block(seed: int, rows):
@@ -101,6 +109,46 @@ def test_replayed_passes_give_what_the_passes_give(op, ratio, graphs, monkeypatc
         for a, b in zip(found, expected, strict=True):
             assert (a is None) == (b is None)
             assert a is None or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_a_compiled_step_has_small_passes_as_calls(ratio, graphs, monkeypatch):
+    """One call forward and one backward, replayed from the third step on; large ones are read by the compiler."""
+    rows = kept_rows(B, N, ratio)
+    rows = None if rows is None else rows.to(DEVICE)
+    found = []
+
+    def read(graph, inputs):
+        found.append([str(node.target) for node in graph.graph.nodes].count("torchsbp.run_pass.default"))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=read, bw_compiler=read)
+
+    def run(x, p1, p2):
+        return transformer_block(x, rows, p1, SPEC, p2, MLPSpec())
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend=backend, fullgraph=True)
+    for seed in range(4):
+        _, leaves = block(seed, rows)
+        x, p1, p2 = split(leaves, Leaf, AttentionParams, MLPParams)
+        y = compiled(x.x, p1, p2)
+        given = torch.randn_like(y)
+        ours = y, *gradients(y, given, leaves)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "LARGEST", 0)
+            y = run(x.x, p1, p2)
+            theirs = y, *gradients(y, given, leaves)
+        for a, b in zip(ours, theirs, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or torch.equal(a, b)
+    assert found == [1, 1]
+    assert [type(each) for each in graphs._GRAPHS.values()] == [module.Graph, module.Graph]
+    torch._dynamo.reset()
+    monkeypatch.setattr(module, "LARGEST_COMPILED", 0)
+    y = torch.compile(run, backend=backend, fullgraph=True)(x.x, p1, p2)
+    assert all(a is None or torch.equal(a, b) for a, b in zip(gradients(y, given, leaves), theirs[1:], strict=True))
+    assert found == [1, 1, 0, 0]
 
 
 def test_what_is_passed_on_is_not_copied(graphs):

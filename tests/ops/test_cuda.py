@@ -12,6 +12,7 @@ from torchsbp.ops.downsample import DownsampleSpec, downsample
 from torchsbp.ops.heads import AttentionParams, AttentionSpec
 from torchsbp.ops.layers import BackwardOptions
 from torchsbp.ops.mlp import MLPParams, MLPSpec, mlp_branch
+from torchsbp.ops.patches import patch_embedding
 from torchsbp.ops.rules import RULES
 
 from .helpers import attention_params, downsample_params, gradients, kept_rows, mlp_params
@@ -127,6 +128,19 @@ def test_downsample(dtype, ratio):
         (x, *p),
         dtype,
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("needs_x", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("size, kernel", [((70, 64), (16, 16)), ((8, 32, 36), (2, 4, 4))])
+def test_patch_embedding(size, kernel, compiled, needs_x, dtype):
+    torch.manual_seed(0)
+    x = torch.randn(B, 3, *size, device="cuda", requires_grad=needs_x)
+    weight, bias = (torch.randn(C, *rest, device="cuda", requires_grad=True) for rest in ((3, *kernel), ()))
+    run = torch.compile(patch_embedding, fullgraph=True) if compiled else patch_embedding
+    leaves = (x, weight, bias)
+    compare(lambda: run(*leaves), lambda: reference.patch_embedding(*leaves), leaves, dtype)
 
 
 @pytest.mark.parametrize("rule", ["query", "qkv"])

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchsbp.ops import device as D
 from torchsbp.ops import rows as R
@@ -25,6 +26,18 @@ from .helpers import attention_params, downsample_params, gradients, kept_rows, 
 class Hopper(CUDA):
     def prefers_cudnn(self, q):
         return True
+
+
+class Operators(TorchDispatchMode):
+    """Notes what runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 class Ampere(CUDA):
@@ -88,6 +101,27 @@ def test_the_device_is_that_of_the_tensor_unless_another_stands_in():
     with pytest.raises(KeyError), substituted(other):
         raise KeyError
     assert device_of(x) is CPU_DEVICE
+
+
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, True, True), (True, True, False)])
+@pytest.mark.parametrize("kernel, padding, dilation", [((7, 7), (3, 3), (1, 1)), ((3, 5), (2, 2), (2, 1))])
+@pytest.mark.parametrize("groups", [6, 3])
+def test_gradients_of_convolutions(groups, kernel, padding, dilation, needs):
+    """Depthwise or not, on a GPU they are those of autograd."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, 9, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(6, 6 // groups, *kernel, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    y = torch.nn.functional.conv2d(x, weight, bias, 1, padding, dilation, groups)
+    dy = torch.randn_like(y)
+    wanted = torch.autograd.grad(y, (x, weight, bias), dy)
+    with Operators() as seen:
+        found = CUDA().convolution_backward(dy, x.detach(), weight.detach(), padding, dilation, groups, needs)
+    assert ("aten.convolution.default" in seen.names) == (groups == 6 and needs[0])
+    for gradient, expected, need in zip(found, wanted, needs, strict=True):
+        assert (gradient is not None) == need
+        if need:
+            torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_the_mark_of_a_constant_is_that_of_the_compiler():

@@ -120,7 +120,7 @@ def check_compiled(name: str, options: dict, backend: str, steps: int) -> None:
         assert_gradients(gradients_of(model), expected_gradients)
         kept, expected_kept = torchsbp.kept(model), torchsbp.kept(eager)
         assert all(torch.equal(kept[site], expected_kept[site]) for site in kept)
-        if backend != "inductor":  # which also saves the image in another memory format
+        if (backend, name) != ("inductor", "convnext"):  # which also saves the image in another memory format
             assert saved.total <= expected.total
         seen.add(tuple(torch.cat([k.flatten() for k in kept.values()]).tolist()))
     assert len(seen) > 1

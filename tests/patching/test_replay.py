@@ -14,7 +14,7 @@ from torchsbp.memory.plan import levels
 from torchsbp.patching import replay
 from torchsbp.patching.check import install_gates
 
-from ..counting import MATRIX_PRODUCTS, SavedBytes, counting_backend
+from ..counting import PRODUCTS, SavedBytes, counting_backend
 from ..models import TOKENS
 from ..steps import (
     assert_gradients,
@@ -202,7 +202,7 @@ COMPILED = [
 @pytest.mark.parametrize("name, options", COMPILED, ids=str)
 def test_compiled_forward_has_no_second_run(name, options):
     """Full graph, new masks in every step, no recompilation; forward has no more products than plain training."""
-    backend, products = counting_backend(MATRIX_PRODUCTS)
+    backend, products = counting_backend(PRODUCTS)
     plain = TOKENS[name].model(drop_path=0.5, **{"num_blocks" if name == "mixer" else "depth": 2})
     check_compiled(copy.deepcopy(plain), TOKENS[name].images(), backend, steps=1)
     check_compiled(torchsbp.apply(plain, keep_ratio=0.5, **options), TOKENS[name].images(), backend, steps=3)

@@ -13,7 +13,7 @@ import torchsbp
 from torchsbp import SBPConfig
 from torchsbp.patching.site import Site
 
-from ..counting import MATRIX_PRODUCTS, SavedBytes, counting_backend
+from ..counting import PRODUCTS, SavedBytes, counting_backend
 from ..models import WINDOWS
 from ..oracle import check_definition
 from ..steps import assert_gradients, check_compiled, check_copies, check_left_as_it_was, distance, gradients_of, step
@@ -230,7 +230,7 @@ def test_transformers_backbone_and_windows_it_does_not_adapt():
 
 def test_compiled_forward_has_no_second_run():
     """Full graph, new masks in every step, no recompilation; forward has no more products than plain training."""
-    backend, products = counting_backend(MATRIX_PRODUCTS)
+    backend, products = counting_backend(PRODUCTS)
     family = WINDOWS["torchvision swin, padded"]
     plain, x = family.model(depths=(2, 1), drop_path=0.5), family.images()
     check_compiled(copy.deepcopy(plain), x, backend, steps=1)

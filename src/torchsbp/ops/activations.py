@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .compiling import compiling
+
 aten = torch.ops.aten
 
 
@@ -105,7 +107,7 @@ def activation_named(name: str) -> Activation:
 def activate(h: Tensor, name: str, overwrite: bool) -> Tensor:
     """The activation of that name, in little memory if h may be overwritten."""
     act = activation_named(name)
-    return act.forward(h) if act.over is None or not overwrite or torch.compiler.is_compiling() else act.over(h)
+    return act.forward(h) if act.over is None or not overwrite or compiling() else act.over(h)
 
 
 def gated(act: Activation) -> Activation:

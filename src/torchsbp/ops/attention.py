@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import rows as R
 from .captured import captured_backward, captured_forward
+from .compiling import op
 from .device import device_of, weight_gradient
 from .heads import (
     QKV,
@@ -96,7 +97,7 @@ def attention_branch(
         rows, inverse, cut = None, None, all_slots(cut)
     heads = heads if rule.heads else None
     inputs = AttentionInputs(x, rows, inverse, heads, factor, spec._replace(dtype=dtype), options)
-    return _AttentionBranch.apply(*inputs, *cut, *params)
+    return _run_attention(*inputs, *cut, *params)
 
 
 def attention_forward(
@@ -309,7 +310,7 @@ class _AttentionBranch(torch.autograd.Function):
         kept_dy = steps.cotangent(
             dy, saved.rows, factor, p.scale, shape[0], dtype, total="attention_output", weight=weight
         )
-        cast_weights = AttentionWeights(*device.cast(dtype, *attention_weights(kept_p)[:3]))
+        cast_weights = AttentionWeights(*device.cast(dtype, *attention_weights(kept_p)[:3], after=dy))
         do, output = output_backward(kept_dy, saved.o, cast_weights.proj_weight, kept_p, kept_spec, needs)
         del kept_dy
         dx, products = attention_input_backward(
@@ -321,3 +322,6 @@ class _AttentionBranch(torch.autograd.Function):
             grads = scatter_heads(grads, p, spec, heads)
         found = parameter_gradients(grads, p, needs, options.weight_scale)
         return *AttentionInputs(dx.view(shape)), *NO_WINDOWS, *found
+
+
+_run_attention = op(_AttentionBranch)

@@ -5,6 +5,7 @@ log-sum-exp; all of them under rule "exact", where rows of the MLP alone are kep
 recomputed from these, so they need not be saved.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from .attention import (
     attention_saved,
 )
 from .captured import captured_backward, captured_forward
+from .compiling import op
 from .device import device_of
 from .heads import AttentionParams, AttentionSpec, AttentionWeights, attention_weights
 from .layers import BackwardOptions, Grad, Normed, autocast_dtype, parameter_gradients
@@ -61,7 +63,7 @@ def transformer_block(
     dtype = autocast_dtype(x)
     specs = attention_spec._replace(dtype=dtype), mlp_spec._replace(dtype=dtype)
     inputs = BlockInputs(x, rows, inverse, *factors, *specs, options)
-    return _TransformerBlock.apply(*inputs, *cut, *attention, *mlp)
+    return _run_block(*inputs, *cut, *attention, *mlp)
 
 
 class BlockInputs(NamedTuple):
@@ -90,7 +92,7 @@ class BlockSaved(NamedTuple):
 
 class _TransformerBlock(torch.autograd.Function):
     @staticmethod
-    @captured_forward
+    @partial(captured_forward, compiled=True)
     def forward(ctx: Any, *flat: Any) -> Tensor:
         inputs, cut, p1, p2 = split(flat, BlockInputs, Cut, AttentionParams, MLPParams)
         x, rows, inverse, factor1, factor2, spec1, spec2, options = inputs
@@ -129,7 +131,7 @@ class _TransformerBlock(torch.autograd.Function):
 
         weight = options.row_weight
         kept_dy = steps.cotangent(dy, rows, factor2, p2.scale, samples, dtype, total="mlp_output", weight=weight)
-        weights = device.cast(dtype, *attention_weights(p1), *mlp_weights(p2)[:3], None)
+        weights = device.cast(dtype, *attention_weights(p1), *mlp_weights(p2)[:3], None, after=dy)
         weights1, weights2 = split(weights, AttentionWeights, MLPWeights)
         affine = mlp_norm(p2, spec2)
         middle = middle_again(steps, saved, rows, weights1, p1, spec1, factor1, affine, dy)
@@ -162,6 +164,9 @@ class _TransformerBlock(torch.autograd.Function):
             *parameter_gradients(grads1, p1, needs1, options.weight_scale),
             *parameter_gradients(grads2, p2, needs2, options.weight_scale),
         )
+
+
+_run_block = op(_TransformerBlock)
 
 
 def middle_again(

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
-import torch
 from torch import Tensor
 
+from .compiling import compiling
 from .device import device_of
 from .graphs import Tensors, small
 from .layers import BackwardOptions, Grad
@@ -25,10 +25,10 @@ class Noted:
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def captured_forward(forward: Method, part: float = 1.0) -> Method:
+def captured_forward(forward: Method, part: float = 1.0, compiled: bool = False) -> Method:
     """The forward of a function that gives one tensor, for the first of its arguments and others, which have options.
     It leaves in its ctx what is saved, and in ``ctx.static`` what else its backward needs, which can be hashed.
-    ``part`` of the elements that are allowed may be in the first argument."""
+    ``part`` of the elements that are allowed may be in the first argument; if ``compiled``, also in compiled steps."""
 
     def run(others: Sequence[Any], tensors: Tensors) -> tuple[Tensors, Any]:
         ctx = Noted()
@@ -38,9 +38,8 @@ def captured_forward(forward: Method, part: float = 1.0) -> Method:
 
     @wraps(forward)
     def wrapper(ctx: Any, *flat: Any) -> Tensor:
-        if torch.compiler.is_compiling():
-            return forward(ctx, *flat)
-        ctx.capture = next(value.capture for value in flat if isinstance(value, BackwardOptions))
+        options = next(value for value in flat if isinstance(value, BackwardOptions))
+        ctx.capture = options.capture and (compiled or not compiling())
         if not ctx.capture or not small(flat[0], part):
             return forward(ctx, *flat)
         tensors = [value if isinstance(value, Tensor) else None for value in flat]
@@ -68,8 +67,6 @@ def captured_backward(backward: Method, part: float = 1.0) -> Method:
 
     @wraps(backward)
     def wrapper(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        if torch.compiler.is_compiling():
-            return backward(ctx, dy)
         if not ctx.capture or not small(dy, part):  # checkpointing unpacks a tensor once
             return backward(Context(ctx.saved_tensors, ctx.needs_input_grad, ctx.static), dy)
         others = ctx.needs_input_grad, ctx.static

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from .compiling import compiling
+
 Made = TypeVar("Made")
 KEPT = 128
 """of every function, the last ones that were made"""
@@ -25,7 +27,7 @@ def constant(make: Callable[..., Made]) -> Callable[..., Made]:
 
     @wraps(make)
     def made(*args: Any) -> Made:
-        if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+        if compiling() or _get_current_dispatch_mode() is not None:
             return make(*args)
         captured = args[-1].type == "cuda" and torch.cuda.is_current_stream_capturing()
         if captured and (_held is None or args not in known):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import rows as R
+from .compiling import op
 from .device import device_of, weight_gradient
 from .layers import BackwardOptions, Grad, Norm, autocast_dtype, cast, norm, parameter_gradients, saved_dtype
 from .named import split
@@ -44,7 +45,7 @@ def downsample(
 ) -> Tensor:
     """The layer on ``x [B, C, H, W]``; ``rows`` are kept output positions."""
     spec = spec._replace(dtype=autocast_dtype(x))
-    return _Downsample.apply(*DownsampleInputs(x, rows, spec, options), *params)
+    return _run_downsample(*DownsampleInputs(x, rows, spec, options), *params)
 
 
 def patch_rows(rows: Tensor, size: Sequence[int], kernel: Sequence[int], stride: Sequence[int]) -> Tensor:
@@ -126,3 +127,6 @@ class _Downsample(torch.autograd.Function):
         totals = steps.totals()
         grads = DownsampleParams(totals["norm_weight"], totals["norm_bias"], dw, totals["output"])
         return *DownsampleInputs(dx), *parameter_gradients(grads, p, needs, options.weight_scale)
+
+
+_run_downsample = op(_Downsample)

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from . import rows as R
+from .compiling import op
 from .once import once
 
 
 def gate(y: Tensor, rows: R.Rows) -> Tensor:
     """``y [B, ..., C]`` with its gradient kept at ``rows`` only; saves nothing but the indices."""
-    return y if rows is None else _Gate.apply(y, rows)
+    return y if rows is None else _run_gate(y, rows)
 
 
 class _Gate(torch.autograd.Function):
@@ -25,3 +26,6 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (rows,) = ctx.saved_tensors
         return R.put(torch.zeros_like(dy), rows, R.take(dy, rows)), None
+
+
+_run_gate = op(_Gate)

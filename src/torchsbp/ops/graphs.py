@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .alive import Alive
+from .compiling import compiling
 from .layers import Grad
 
-LARGEST = 2**24
-"""elements of an op's input or cotangent: with more of them the GPU is the slower one, and copies cost memory"""
+LARGEST, LARGEST_COMPILED = 2**24, 3 * 2**21
+"""elements of an op's input or cotangent: with more of them the GPU is the slower one, and copies cost memory. Compiled
+steps launch less, and their kernels are larger."""
 HELD = 128
 """passes: forward and backward of kinds of blocks, for some image sizes"""
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -144,7 +146,7 @@ def suits(given: Tensors) -> bool:
 
 def small(x: Tensor, part: float) -> bool:
     """Whether a pass over x is to be captured: x has no more elements than that part of what is allowed."""
-    return x.numel() <= part * LARGEST
+    return x.numel() <= part * (LARGEST_COMPILED if compiling() else LARGEST)
 
 
 def surroundings(device: torch.device) -> tuple[Hashable, ...]:
@@ -157,7 +159,7 @@ def surroundings(device: torch.device) -> tuple[Hashable, ...]:
 
 def room_for(alive: int) -> int:
     """Bytes in which so much can be alive at once, fragments and a library's workspace included."""
-    return int(1.15 * alive) + 40 * 2**20
+    return int(1.06 * alive) + 36 * 2**20
 
 
 class Pool:

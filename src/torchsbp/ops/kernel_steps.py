@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import rows as R
 from .activations import GATED, activation_named
+from .compiling import compiling
 from .launch import launch
 from .layers import Grad, LastLayer, Normed
 from .steps import Affine, Cotangent, Steps
@@ -30,7 +31,7 @@ _PROCESSORS: dict[torch.device, int] = {}
 def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
-    if torch.compiler.is_compiling():
+    if compiling():
         return torch.cuda.get_device_properties(device).multi_processor_count
     if device not in _PROCESSORS:
         _PROCESSORS[device] = torch.cuda.get_device_properties(device).multi_processor_count
@@ -286,7 +287,7 @@ class KernelSteps(Steps):
             )  # fmt: skip
         if rows is None:
             base = base if kept is None else kept
-            dx = dn if overwrite and dn.dtype == dtype and not torch.compiler.is_compiling() else None
+            dx = dn if overwrite and dn.dtype == dtype and not compiling() else None
             return self._norm_backward_rows(dn, n, norm, dtype, dn.shape[0], norm_total, base=base, dx=dx)
         return self._norm_backward_rows(
             dn, n, norm, dtype, size, norm_total, inverse=given_inverse(rows, inverse, size),

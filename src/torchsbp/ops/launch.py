@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .compiling import compiling, no_data
+
 Taken = Callable[[dict[str, Any]], tuple[Any, ...]]
 
 
@@ -34,8 +36,10 @@ _COMPILED: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
 def launch(kernel: str, grid: tuple[int, ...], **arguments: Any) -> None:
     """Run it; needs Triton. Kernels take tensors (None: not there), then numbers, then constants, whose names are in
     capitals; every launch of a kernel names the same arguments."""
-    if torch.compiler.is_compiling():
-        function_named(kernel)[grid](**arguments)
+    if compiling():
+        torch.library.wrap_triton(function_named(kernel))[grid](**arguments)
+        return
+    if no_data():
         return
     known = _KERNELS.get(kernel)
     if known is None:

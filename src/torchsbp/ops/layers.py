@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .compiling import compiling
 from .rows import RowWeight
 
 aten = torch.ops.aten
@@ -135,7 +136,7 @@ def norm(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype |
 
 def norm_over(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype | None) -> Tensor:
     """``norm`` of x, which is lost. It is wider than a half-precision x: then part by part, in the place of x."""
-    if weight is None or weight.dtype == x.dtype or dtype != x.dtype or torch.compiler.is_compiling():
+    if weight is None or weight.dtype == x.dtype or dtype != x.dtype or compiling():
         return norm(x, weight, bias, static, dtype)
     for part in x.view(-1, x.shape[-1]).chunk(max(1, x.numel() // PART)):
         part.copy_(norm(part, weight, bias, static))

@@ -13,6 +13,7 @@ from torch import Tensor
 from . import rows as R
 from .activations import activate, activation_named
 from .captured import captured_backward, captured_forward
+from .compiling import op
 from .device import device_of, weight_gradient
 from .layers import (
     NO_NORM,
@@ -100,7 +101,7 @@ def mlp_branch(
     """The branch on ``x [B, ..., C]``; ``factor [B]`` is stochastic depth's factor per sample, ``inverse`` that of
     ``rows`` if it is at hand."""
     spec = spec._replace(dtype=autocast_dtype(x))
-    return _MLPBranch.apply(*MLPInputs(x, rows, inverse, factor, spec, residual, options), *params)
+    return _run_mlp(*MLPInputs(x, rows, inverse, factor, spec, residual, options), *params)
 
 
 def mlp_forward(
@@ -280,7 +281,7 @@ class _MLPBranch(torch.autograd.Function):
         steps = device.steps(x, mlp_columns(p, spec))
 
         n = steps.normalise(R.flat(x), affine, spec.dtype, after=dy)
-        cast_weights = MLPWeights(*device.cast(n.y.dtype, *mlp_weights(p)[:3]))
+        cast_weights = MLPWeights(*device.cast(n.y.dtype, *mlp_weights(p)[:3], after=dy))
         weight = options.row_weight
         kept_dy = steps.cotangent(dy, rows, factor, p.scale, shape[0], n.y.dtype, total="mlp_output", weight=weight)
         dn, products = mlp_backward(steps, kept_dy, n, h, cast_weights, p, spec, needs)
@@ -290,3 +291,6 @@ class _MLPBranch(torch.autograd.Function):
         )  # fmt: skip
         grads = mlp_gradients(products, steps.totals(), p)
         return *MLPInputs(dx.view(shape)), *parameter_gradients(grads, p, needs, options.weight_scale)
+
+
+_run_mlp = op(_MLPBranch)

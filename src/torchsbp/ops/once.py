@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
+from .compiling import compiling
 
 Backward = Callable[..., Any]
 
@@ -23,7 +24,7 @@ def once(backward: Backward) -> Backward:
     def wrapper(ctx: Any, *cotangents: Any) -> Any:
         with torch.no_grad():
             gradients = backward(ctx, *cotangents)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if compiling() or not torch.is_grad_enabled():
             return gradients
         return marked(gradients)
 

@@ -161,6 +161,12 @@ def downsample(
     return gate(y, rows, weight).permute(0, 3, 1, 2)
 
 
+def patch_embedding(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The convolution whose stride is its kernel, of ``x [B, C, *size]``; not gated."""
+    conv = F.conv3d if weight.dim() == 5 else F.conv2d
+    return conv(x, weight, bias, stride=weight.shape[2:])
+
+
 def rerun(
     block: Callable[[Tensor], Tensor],
     x: Tensor,

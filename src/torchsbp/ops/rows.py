@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .compiling import compiling
+
 Rows = Tensor | None
 
 
@@ -82,7 +84,7 @@ def after(cotangent: Tensor, x: Tensor) -> Tensor:
     The compiler sees forward and backward as one graph. Without this it would merge what backward recomputes with the
     same expression in forward and save it, which undoes the saving. The zero is exact, also for inf and NaN.
     """
-    if not torch.compiler.is_compiling():
+    if not compiling():
         return x
     zero = (cotangent.flatten()[0] * 0).nan_to_num(0.0, 0.0, 0.0)
     return x + zero.to(x.dtype)
@@ -90,7 +92,7 @@ def after(cotangent: Tensor, x: Tensor) -> Tensor:
 
 def new_value(x: Tensor) -> Tensor:
     """``x``, another value to the compiler, which would merge the same expressions of x elsewhere with ours."""
-    return x.clone() if torch.compiler.is_compiling() else x
+    return x.clone() if compiling() else x
 
 
 def inverse(rows: Tensor, size: int) -> Tensor:

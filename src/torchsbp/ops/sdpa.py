@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .compiling import compiling
 from .device import HALF, device_of
 
 aten = torch.ops.aten
@@ -30,7 +31,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV) from the given query and key rows."""
     name = device_of(q).attention_kernel(q, fused)
-    if torch.compiler.is_compiling() and name != "plain":
+    if compiling() and name != "plain":
         return torch.ops.torchsbp.attend_backward(do, q, k, v, o, lse, scale)
     return KERNELS[name].backward(do, q, k, v, o, lse, scale)
 

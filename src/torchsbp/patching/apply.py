@@ -17,6 +17,7 @@ from ..sampling.area import Images
 from ..sampling.masks import Masks, SiteSpec
 from . import lean, pointwise, replay, windowed  # noqa: F401  their strategies are registered
 from .entry import Entry, SampledModule, bind_entry, entries, unbind_entry
+from .patches import PatchEmbedding, stem
 from .sampled import Sampling, strategy_for
 from .site import Strategy, bind, patched_modules, unbind
 from .survey import Found, name_taken, nothing_found, refuse_problems, survey
@@ -184,6 +185,8 @@ def strategies_for(
         its_rule = RULES["query"] if site is None else rule
         sampling = Sampling(masks, site, its_rule, config.scope, config.scale, i < recomputing, config.capture)
         bound += [(m, strategy_for(part, its.module, sampling)) for m, part in its.description.bindings(its.module)]
+    convolutions = stem(model, layout.stages_of(model))
+    bound += [(conv, PatchEmbedding(entry)) for conv in convolutions if conv is not entry_module]
     return entry_module, entry, bound
 
 

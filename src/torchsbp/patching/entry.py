@@ -13,7 +13,8 @@ from ..config import SBPConfig
 from ..errors import UsageError, UsageTimeError
 from ..sampling import schedules
 from ..sampling.masks import Masks
-from .site import Site, Strategy, bind, original, recomputing
+from .patches import embed
+from .site import Site, Strategy, bind, recomputing
 
 STEP = "sbp_step"
 """The step counter, a buffer of the entry: it follows the model to its device."""
@@ -32,7 +33,7 @@ class SampledModule:
 @dataclass
 class Entry(Strategy):
     """``prefix`` is that of the backbone's names in the model. ``counts`` is False while the step counter may hold
-    anything: it was made on the meta device, and memory came later."""
+    anything: it was made on the meta device, and memory came later. ``given`` is the input while it runs."""
 
     config: SBPConfig
     masks: Masks
@@ -40,12 +41,17 @@ class Entry(Strategy):
     sampled: tuple[SampledModule, ...]
     prefix: str
     counts: bool = True
+    given: Tensor | None = None
 
     def forward(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         trains = any(sampled.module.training for sampled in self.sampled) and not recomputing()
         if trains and not torch.compiler.is_compiling() and 0 in x.shape[:1]:  # compiled, that would be a guard
             raise UsageError(f"the batch is empty (input of shape {tuple(x.shape)}): nothing to sample; skip it")
-        y = original(module)(x, *args, **kwargs)
+        self.given = x
+        try:
+            y = embed(module, x, *args, held=True, **kwargs)
+        finally:
+            self.given = None
         if getattr(module, "_is_replica", False):
             raise UsageTimeError("nn.DataParallel shares one mask between threads; use DistributedDataParallel")
         if trains:

@@ -145,10 +145,10 @@ class ConvBlock(SampledBlock):
 
     def is_one_function(self, module: nn.Module) -> bool:
         """Whether ``conv_block`` is all that the block does: before the branch nothing but a convolution that keeps the
-        size, and nothing on the shortcut. A compiler joins the parts itself."""
+        size, and nothing on the shortcut."""
         parts: L.ConvBlock = self.description
         shortcut = find(module, parts.shortcut)
-        if parts.pool or self.sampling.scope != "branch" or torch.compiler.is_compiling():
+        if parts.pool or self.sampling.scope != "branch":
             return False
         return (shortcut is None or type(shortcut) is nn.Identity) and keeps_size(find(module, parts.conv))
 

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Strategy:
-    """What a patched module does. It is the module's ``sbp``."""
+    """What a patched module does, by itself what its own class does. It is the module's ``sbp``."""
 
     def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        return original(module)(*args, **kwargs)
 
     def check(self, module: nn.Module) -> None:
         """Raise if the module can't be trained any more as it was described."""
@@ -32,7 +32,7 @@ class Site(nn.Module):
     """Stands before the class of a patched module. A name defined here would hide a part of that name in the module's
     own class, so there are three: forward, train and sbp."""
 
-    sbp: Strategy
+    sbp: Strategy = Strategy()  # of modules that are made by calling a patched one's class, as peft makes LoRA's
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.sbp.forward(self, *args, **kwargs)
@@ -77,7 +77,7 @@ def bind(module: nn.Module, strategy: Strategy) -> None:
 
 def unbind(module: nn.Module) -> None:
     module.__class__ = type(module).__dict__["sbp_origin"]
-    del module.sbp
+    vars(module).pop("sbp", None)
 
 
 def patched_modules(model: nn.Module) -> Iterator[tuple[str, Site]]:

@@ -1,0 +1,84 @@
+"""What ``torch.compile`` sees of the ops.
+
+It reads a step twice: its bytecode first, to find calls, then these calls themselves, forward and backward, on tensors
+without data. Ops are functions of tensors and of options, so the second reading finds all there is to find; the first
+would take half of the time in which a ViT is compiled.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+
+Call = Callable[..., Any]
+_CALLS: list[Call] = []
+_KINDS: dict[str, type[Any]] = {}
+_shapes_alone = False
+
+
+def compiling() -> bool:
+    """Whether a compiler reads this, the first time or the second."""
+    return torch.compiler.is_compiling() or (TracingContext.try_get() is not None and not _shapes_alone)
+
+
+def no_data() -> bool:
+    """Whether tensors stand for others of their shapes: there is nothing to launch a kernel on."""
+    return _shapes_alone
+
+
+@contextmanager
+def shapes_alone() -> Iterator[None]:
+    """Inside, the shapes of what an op makes are asked for by the compiler, which will not see how it does."""
+    global _shapes_alone
+    before, _shapes_alone = _shapes_alone, True
+    try:
+        yield
+    finally:
+        _shapes_alone = before
+
+
+def op(function: type[torch.autograd.Function]) -> Call:
+    """Its ``apply``, for tensors, constants and tuples of these; to a compiler it is one call."""
+
+    def call(*packed: Any) -> Any:
+        return function.apply(*[_unpacked(value) for value in packed])
+
+    def run(*flat: Any) -> Any:
+        if torch.compiler.is_compiling() and _are_calls():
+            return call(*[_packed(value) if isinstance(value, tuple) else value for value in flat])
+        return function.apply(*flat)
+
+    _CALLS.append(call)
+    return run
+
+
+def _are_calls() -> bool:
+    """True: the compiler has been told. Not when this file is imported, as that would import the compiler."""
+    for call in _CALLS:
+        torch.compiler.allow_in_graph(call)
+    return True
+
+
+def _packed(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A named tuple as a plain one behind the name of its kind: what a compiler takes for a constant."""
+    return _name(type(options)), *[_packed(value) if isinstance(value, tuple) else value for value in options]
+
+
+def _unpacked(value: Any) -> Any:
+    if not isinstance(value, tuple):
+        return value
+    kind = _KINDS[value[0]]
+    return getattr(kind, "_make", kind)([_unpacked(each) for each in value[1:]])
+
+
+def _name(kind: type[Any]) -> str:
+    """Of a kind, by which it is found again."""
+    _KINDS[kind.__qualname__] = kind
+    return kind.__qualname__
+
+
+# As torch.compiler.assume_constant_result has it: run when they are read.
+setattr(_are_calls, "_dynamo_marked_constant", True)  # noqa: B010
+setattr(_name, "_dynamo_marked_constant", True)  # noqa: B010

@@ -1,0 +1,76 @@
+"""A convolution whose stride is its kernel, as it cuts images into patches: ``y = patches(x) Wᵀ + b``.
+
+Exact, not sampled. No patch overlaps another, so its backward is that of a linear layer on patches, cut out of what it
+was given: images that their owner holds are not saved once more in the precision of products. Forward it is the
+convolution bit for bit; compiled, where other kernels run too, the linear layer, of which GPUs have better ones.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import rows as R
+from .compiling import compiling, op
+from .device import device_of
+from .layers import Grad, autocast_dtype, cast
+from .once import once
+
+
+def patch_embedding(x: Tensor, weight: Tensor, bias: Grad, held: bool = True) -> Tensor:
+    """The convolution of ``x [B, C, *size]`` by ``weight [C', C, *kernel]``, of two or three dimensions. ``held``: x is
+    saved as it is, since others hold it too; otherwise in the precision of products."""
+    return _run_patch_embedding(x, weight, bias, autocast_dtype(x), held)
+
+
+def cut_patches(x: Tensor, kernel: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """``[B, C, *size]`` as rows ``[B * N, C * prod(kernel)]``, each in the order of ``weight.flatten(1)``, by one copy.
+    What is left over at the end of a dimension is cut off."""
+    for dim, k in enumerate(kernel, 2):
+        x = x.unfold(dim, k, k)
+    x = x.movedim(1, len(kernel) + 1).to(dtype, memory_format=torch.contiguous_format)
+    return x.flatten(len(kernel) + 1).flatten(0, len(kernel))
+
+
+def convolution(x: Tensor, weight: Tensor, bias: Grad, transposed: bool = False, rest: Sequence[int] = ()) -> Tensor:
+    """The convolution, or its transpose, which puts patches side by side and zeros into the rest of every dimension."""
+    kernel = weight.shape[2:]
+    none, one = [0] * len(kernel), [1] * len(kernel)
+    return torch.convolution(x, weight, bias, kernel, none, one, transposed, rest or none, 1)
+
+
+class _PatchEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Grad, dtype: torch.dtype | None, held: bool) -> Tensor:
+        seen, (w, b) = cast(x, dtype), device_of(x).cast(dtype, weight, bias)
+        _, needs_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward((x if held else seen) if needs_weight else None, weight)
+        ctx.static = x.shape[2:], x.dtype
+        if not compiling():
+            return convolution(seen, w, b)
+        kernel = weight.shape[2:]
+        grid = [n // k for n, k in zip(x.shape[2:], kernel, strict=True)]
+        y = F.linear(cut_patches(x, kernel, w.dtype), w.flatten(1), b)
+        return R.channels_back(y.view(x.shape[0], *grid, -1), 2)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        (x, weight), (size, x_dtype) = ctx.saved_tensors, ctx.static
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        kernel, rows = weight.shape[2:], R.flat(R.channels_last(dy, 2))
+        dx = dw = db = None
+        if needs_weight:
+            patches = cut_patches(R.after(dy, x), kernel, dy.dtype)
+            dw = device_of(dy).weight_gradient(weight, (rows, patches)).view(weight.shape)
+        if needs_bias:
+            db = rows.sum(0, dtype=weight.dtype)
+        if needs_x:
+            rest = [n % k for n, k in zip(size, kernel, strict=True)]
+            dx = cast(convolution(dy, cast(weight, dy.dtype), None, transposed=True, rest=rest), x_dtype)
+        return dx, dw, db, None, None
+
+
+_run_patch_embedding = op(_PatchEmbedding)
