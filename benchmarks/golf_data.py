@@ -1,12 +1,13 @@
 """Golf swings out of a packed file, as ``torchsbp train`` reads them: whole for online detection, cut for recognition.
 
-    python benchmarks/golf_data.py golfdb96_avif.npz data        # data/swings, data/phases
+    python benchmarks/golf_data.py golfdb96_avif.npz data        # data/swings, data/phases, data/stills
 
 The file is not part of the project: 588 swings of GolfDB, of 72 frames at 30 a second, 96², each an animated AVIF
 (Pillow 11.3 reads it), with the frames of 8 events. For both parts of the official split, 440 and 148 swings, come out
 
     OUT/swings    in THUMOS's layout: after the first event every frame belongs to the action that the last event begins
     OUT/phases    .npy clips and lists: 16 frames, evenly from an event to the next, 7 clips of every swing
+    OUT/stills    every third frame as a picture, in a folder of the action that it belongs to, or of none yet
 
 Swinging back and down show the same poses in the other order.
 """
@@ -26,9 +27,13 @@ from PIL import Image
 from torchsbp.train.data.thumos import prepare
 
 EVENTS = ("address", "toe-up", "mid-backswing", "top", "mid-downswing", "impact", "mid-follow-through", "finish")
+NONE = "before"
+"""the first event"""
 FPS = 30.0
 FRAMES = 16
 """of a phase's clip"""
+STILL = 3
+"""every so many frames"""
 
 
 def decoded(packed: bytes) -> np.ndarray:
@@ -41,13 +46,18 @@ def decoded(packed: bytes) -> np.ndarray:
     return np.stack(frames)
 
 
-def unpack(out: Path, name: str, packed: bytes, events: Sequence[int]) -> None:
-    """A swing, and its phases."""
+def unpack(out: Path, part: str, name: str, packed: bytes, events: Sequence[int]) -> None:
+    """A swing, its phases and its stills."""
     frames = decoded(packed)
     np.save(out / "swings" / "frames" / f"{name}.npy", frames)
     for phase, (begin, end) in enumerate(pairwise(events)):
         evenly = np.linspace(begin, end, FRAMES).round().astype(int)
         np.save(out / "phases" / f"{name}_{phase}.npy", frames[evenly])
+    for number in range(0, len(frames), STILL):
+        action = (NONE, *EVENTS)[sum(event <= number for event in events)]
+        folder = out / "stills" / part / action
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(frames[number]).save(folder / f"{name}_{number:02}.ppm")
 
 
 def write_swings(root: Path, part: str, names: Sequence[str], events: np.ndarray, frames: int) -> None:
@@ -83,13 +93,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     for folder in ("swings/frames", "phases"):
         (args.out / folder).mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(args.jobs) as pool:
-        chosen = np.concatenate(list(parts.values()))
-        clips = (blob[edges[number] : edges[number + 1]].tobytes() for number in chosen)
-        names = (f"swing{number:03}" for number in chosen)
-        list(pool.map(partial(unpack, args.out), names, clips, events[chosen].tolist(), chunksize=4))
     for part, numbers in parts.items():
         named = [f"swing{number:03}" for number in numbers]
+        clips = (blob[edges[number] : edges[number + 1]].tobytes() for number in numbers)
+        with ProcessPoolExecutor(args.jobs) as pool:
+            list(pool.map(partial(unpack, args.out, part), named, clips, events[numbers].tolist(), chunksize=4))
         write_swings(args.out / "swings", part, named, events[numbers], packed["phase"].shape[1])
         write_phases(args.out / "phases", part, named)
 

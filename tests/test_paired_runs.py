@@ -1,4 +1,4 @@
-"""Paired runs: their order, how many at once, what is told of them; and the golf swings that they are run on."""
+"""Paired runs: their order, how many at once, what is told of them; and the swings and images that they are run on."""
 
 import importlib
 import json
@@ -14,17 +14,19 @@ import pytest
 import torch
 from PIL import Image, features
 
+from torchsbp.train.data.images import Folder
 from torchsbp.train.data.lists import Listed
 from torchsbp.train.data.thumos import Thumos
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+NEEDED = ("paired_runs", "golf_data", "imagenette_data")
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[SimpleNamespace]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in ("paired_runs", "golf_data")})
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in NEEDED})
 
 
 def record(folder: Path, value: float, ended: bool = True) -> None:
@@ -97,3 +99,34 @@ def test_golf_swings_become_what_the_tasks_read(bench, tmp_path):
         begin, end = list(pairwise(events[numbers[0]]))[3]
         evenly = np.linspace(begin, end, 16).round().astype(int)
         assert torch.equal(clip.read(range(16)), swing[evenly].permute(0, 2, 3, 1))
+        stills = Folder(tmp_path / "stills" / part, "RGB")
+        assert len(stills) == 7 * len(numbers)
+        still = Image.open(stills.root / "mid-downswing" / f"swing{numbers[0]:03}_09.ppm")
+        assert np.array_equal(np.asarray(still), swing[9].permute(1, 2, 0))
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="this Pillow reads no AVIF")
+def test_packed_images_become_folders_of_classes(bench, tmp_path):
+    size, about = 16, {"tile": 16, "per_mosaic": 4, "classes": ["gas pump", "church"]}
+    labels, packed = {"train": np.array([1, 0, 0, 1, 0, 1]), "val": np.array([0, 1])}, {}
+    for part, its in labels.items():
+        blob, edges = b"", [0]
+        for begin in range(0, len(its), 4):
+            few = its[begin : begin + 4]
+            grey = np.repeat(100 * few + 10 * (np.arange(len(few)) + begin), size * size).astype(np.uint8)
+            picture = grey.reshape(-1, 2, size, size).swapaxes(1, 2).reshape(-1, 2 * size)
+            Image.fromarray(picture).convert("RGB").save(tmp_path / "one.avif", quality=100)
+            blob += (tmp_path / "one.avif").read_bytes()
+            edges.append(len(blob))
+        packed |= {f"{part}_blob": np.frombuffer(blob, np.uint8), f"{part}_off": np.array(edges), f"{part}_y": its}
+    np.savez(tmp_path / "images.npz", meta=json.dumps(about), **packed)
+    bench.imagenette_data.main([str(tmp_path / "images.npz"), str(tmp_path)])
+    for part, its in labels.items():
+        images = Folder(tmp_path / part, "L")
+        assert images.names == ["church", "gas_pump"]
+        wanted = [[100 * label + 10 * number for number, label in enumerate(its) if label == one] for one in (1, 0)]
+        found = [np.asarray(image) for image, _ in map(images.__getitem__, range(len(images)))]
+        assert [image.mean().round() for image in found] == [value for values in wanted for value in values]
+        assert {image.shape for image in found} == {(size, size)}
+    bench.imagenette_data.main([str(tmp_path / "images.npz"), str(tmp_path / "few"), "--pictures", "1"])
+    assert len(Folder(tmp_path / "few" / "train", "L")) == 4

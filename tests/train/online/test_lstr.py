@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from torchsbp.errors import UsageError
+from torchsbp.train.data.generated import Generated
 from torchsbp.train.data.window import Window
-from torchsbp.train.online.evaluation import score_video
+from torchsbp.train.online.evaluation import Precision, score_video
 from torchsbp.train.online.lstr import LSTR, Attention, Temporal, sinusoids
 from torchsbp.train.online.stream import Stream
 
@@ -95,6 +96,17 @@ def test_the_first_window_is_one_batch():
     with torch.no_grad():
         expected = detects(clip[None, [0] * 5 + [0, 1, 2, 3]], empty)[0].softmax(-1)
     torch.testing.assert_close(score_video(detects, clip), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_under_autocast_scores_are_evaluated_in_single_precision():
+    """On a CPU softmax stays in bfloat16, which NumPy does not have."""
+    evaluator, detects = Precision(Generated(1, 8, 6, seed=0)), detector(WINDOW).float().eval()
+    clip = video(1, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        evaluator.update(detects, (clip, torch.tensor([0])), valid=1)
+    found = torch.from_numpy(evaluator.scores[0])
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, score_video(detects, clip[0]), rtol=0, atol=0.02)
 
 
 def test_a_width_that_heads_do_not_divide_is_refused():

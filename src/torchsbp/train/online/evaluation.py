@@ -54,7 +54,7 @@ class Precision(Evaluator):
 
     def update(self, model: OnlineDetector, batch: Sequence[Tensor], valid: int) -> None:  # type: ignore[override]
         for frames, number in list(zip(*batch, strict=True))[:valid]:
-            self.scores[int(number)] = score_video(model, frames).cpu().numpy()
+            self.scores[int(number)] = score_video(model, frames).float().cpu().numpy()
 
     def result(self) -> dict[str, float]:
         scores = {number: found for part in gather(self.scores) for number, found in part.items()}

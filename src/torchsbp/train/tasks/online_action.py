@@ -211,7 +211,7 @@ class OnlineAction(Task):
         for begin in range(0, len(times), DECODED):
             frames = transform(video.frames_at(times[begin : begin + DECODED])).to(self.device)
             scores += [stream.step(frame) for frame in frames]
-        return times, torch.stack(scores).cpu().numpy()
+        return times, torch.stack(scores).float().cpu().numpy()
 
 
 def multi_label_loss(logits: Tensor, targets: Tensor) -> Tensor:
