@@ -66,6 +66,14 @@ def rows_first(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def laid_out_as(x: Tensor, other: Tensor) -> Tensor:
+    """x without gaps, its dimensions in memory in the order of the other's."""
+    strides = other.stride()
+    order = sorted(range(x.dim()), key=strides.__getitem__, reverse=True)
+    back = sorted(range(x.dim()), key=order.__getitem__)
+    return x.permute(order).contiguous().permute(back)
+
+
 class Kernel(NamedTuple):
     """``forward(q, k, v, scale) -> (o, lse)`` and ``backward(do, q, k, v, o, lse, scale) -> (dq, dk, dv)``."""
 
@@ -107,10 +115,13 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tenso
 def _cudnn_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """PyTorch finds cuDNN's graphs by the strides of q, k and v alone. Those of o follow from q's in what its own
+    forward gives: others would be read wrongly by a graph that plain training has left (q is not in rows if it was
+    normalised)."""
     seed = torch.empty((), dtype=torch.int64, device=q.device)
     rows, keys, lse = q.shape[-2], k.shape[-2], lse.contiguous().unsqueeze(-1)
     return aten._scaled_dot_product_cudnn_attention_backward(
-        do, q, k, v, o, lse, seed, seed, None, None, None, rows, keys, 0.0, False, scale=scale
+        do, q, k, v, laid_out_as(o, q), lse, seed, seed, None, None, None, rows, keys, 0.0, False, scale=scale
     )
 
 
