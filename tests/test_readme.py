@@ -44,7 +44,7 @@ def test_tables_are_the_measured_ones(benchmarks):
     assert run.markdown(results("cpu.json")["rows"]) in page
     assert limits.markdown(results("limits.json")["rows"]) in page
     assert all(f"commit {row['commit']}" in page.lower() for row in [*rows, *plans])
-    for file in ("detection.json", "detection_2.json", "detection_2_tiny.json"):
+    for file in ("detection.json", "detection_2.json", "detection_8.json"):
         assert detection.markdown(results(file)["rows"]) in page
         assert f"commit {results(file)['environment']['commit']}" in page.lower()
     for file in ("frames.json", "frames_chunk64.json"):

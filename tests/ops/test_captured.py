@@ -4,6 +4,7 @@ stood in for by what it would do: run again on the memory that it was captured w
 from collections import OrderedDict
 from types import SimpleNamespace
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torchsbp.ops.heads import AttentionParams, AttentionSpec
 from torchsbp.ops.layers import BackwardOptions
 from torchsbp.ops.mlp import MLPParams, MLPSpec, mlp_branch
 from torchsbp.ops.named import split
+from torchsbp.ops.operators import dense
 
 from .helpers import attention_params, gradients, kept_rows, mlp_params
 
@@ -48,6 +50,8 @@ def graphs(monkeypatch):
         return (places, (results, extra)), replay
 
     monkeypatch.setattr(module, "_GRAPHS", OrderedDict())
+    monkeypatch.setattr(module, "_POOLS", WeakValueDictionary())
+    monkeypatch.setattr(module, "_NEEDED", {})
     if DEVICE == "cpu":
         monkeypatch.setattr(CPU, "run_pass", CUDA.run_pass)
         monkeypatch.setattr(module, "suits", lambda given: True)
@@ -149,6 +153,36 @@ def test_a_compiled_step_has_small_passes_as_calls(ratio, graphs, monkeypatch):
     y = torch.compile(run, backend=backend, fullgraph=True)(x.x, p1, p2)
     assert all(a is None or torch.equal(a, b) for a, b in zip(gradients(y, given, leaves), theirs[1:], strict=True))
     assert found == [1, 1, 0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+def test_a_compiled_step_has_calls_for_any_batch(graphs):
+    """One compiled step; what a pass leaves has no gaps, whether it is replayed or not."""
+    p1 = on_device(attention_params(C, HEADS, dtype=torch.float32))
+    p2 = on_device(mlp_params(C, 2 * C, dtype=torch.float32))
+
+    def run(x):
+        return transformer_block(x, None, p1, SPEC, p2, MLPSpec())
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for batch in (4, 3, 4, 3, 4):
+            x = torch.randn(batch, N, C, device=DEVICE, requires_grad=True)
+            y, expected = compiled(x), run(x)
+            dy = torch.randn_like(y)
+            found, wanted = gradients(y, dy, (x, *p1, *p2)), gradients(expected, dy, (x, *p1, *p2))
+            for a, b in zip((y, *found), (expected, *wanted), strict=True):
+                assert a is None or torch.equal(a, b)
+    assert sum(isinstance(each, module.Graph) for each in graphs._GRAPHS.values()) == 4
+    torch._dynamo.reset()
+
+
+def test_strides_of_results(graphs):
+    with_gaps = torch.empty(2, 3, 32)[..., :25]
+    assert dense(with_gaps).stride() == torch.empty_like(with_gaps).stride() == (75, 25, 1)
+    by_columns = torch.empty(4, 5).t()
+    assert dense(by_columns) is by_columns
 
 
 def test_what_is_passed_on_is_not_copied(graphs):

@@ -74,15 +74,27 @@ class Graph:
 
 def passed(results: Tensors, given: Tensors) -> dict[int, tuple[int, torch.Size]]:
     """Results that are what was given, if in another shape: their number, its number, and the shape."""
-    numbers = {place(t): number for number, t in enumerate(given) if t is not None}
-    found = {number: (numbers.get(place(t)), t.shape) for number, t in enumerate(results) if t is not None}
-    return {number: (source, shape) for number, (source, shape) in found.items() if source is not None}
+    sources: dict[int, list[int]] = {}
+    for number, tensor in enumerate(given):
+        if tensor is not None:
+            sources.setdefault(storage(tensor), []).append(number)
+    found = {}
+    for number, tensor in enumerate(results):
+        for source in () if tensor is None else sources.get(storage(tensor), ()):
+            if same_values(tensor, given[source]):
+                found[number] = source, tensor.shape
+    return found
 
 
-def place(tensor: Tensor) -> Hashable:
-    """What tells where a tensor's values are, and in which order."""
-    strides = None if tensor.is_contiguous() else tensor.stride()
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel(), tensor.dtype, strides
+def storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Of two tensors in one storage, whether they are the same values in the same order."""
+    if a.dtype != b.dtype or a.storage_offset() != b.storage_offset() or a.numel() != b.numel():
+        return False
+    return (a.is_contiguous() and b.is_contiguous()) or a.stride() == b.stride()
 
 
 def with_passed(found: list[Any], same: dict[int, tuple[int, torch.Size]], given: Tensors) -> list[Any]:

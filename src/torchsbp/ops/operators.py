@@ -39,7 +39,7 @@ def named_pass(run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
 def _run_pass(name: str, given: Tensors) -> list[Tensor]:
     run, static = _PASSES[name]
     results, _ = run_pass(run, static, given, given[0].device)
-    return [results[number] for number in _OUTCOMES[name].made]
+    return [dense(results[number]) for number in _OUTCOMES[name].made]
 
 
 @torch.library.register_fake("torchsbp::run_pass")
@@ -50,4 +50,11 @@ def _outcome(name: str, given: Tensors) -> list[Tensor]:
     same = passed(results, given)
     made = [number for number, t in enumerate(results) if t is not None and number not in same]
     _OUTCOMES[name] = Outcome(len(results), made, same, extra)
-    return [results[number] for number in made]
+    return [torch.empty_like(results[number]) for number in made]
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Without gaps, as graphs leave their results: the compiler relies on strides that do not change."""
+    if tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride():
+        return tensor
+    return tensor.clone()

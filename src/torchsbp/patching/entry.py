@@ -43,13 +43,18 @@ class Entry(Strategy):
     counts: bool = True
     given: Tensor | None = None
 
+    def is_held(self, x: Tensor) -> bool:
+        """Whether x is what a backbone that is the whole model was given: its caller holds that. What a larger model
+        gives to its backbone, or the backbone has made of it, may end here."""
+        return x is self.given and not self.prefix
+
     def forward(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         trains = any(sampled.module.training for sampled in self.sampled) and not recomputing()
         if trains and not torch.compiler.is_compiling() and 0 in x.shape[:1]:  # compiled, that would be a guard
             raise UsageError(f"the batch is empty (input of shape {tuple(x.shape)}): nothing to sample; skip it")
         self.given = x
         try:
-            y = embed(module, x, *args, held=True, **kwargs)
+            y = embed(module, x, *args, held=self.is_held(x), **kwargs)
         finally:
             self.given = None
         if getattr(module, "_is_replica", False):

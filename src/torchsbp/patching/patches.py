@@ -20,13 +20,13 @@ CONVOLUTIONS = ("torch.nn.modules.conv.Conv2d", "torch.nn.modules.conv.Conv3d")
 class PatchEmbedding(Strategy):
     """Of such a convolution. It is still called, so that hooks run; whatever else it may become, it runs as that.
 
-    ``entry`` is that of the backbone: what it was given, its caller holds; what was made of that on the way ends here.
+    ``entry`` is that of the backbone, which knows whether others hold what the convolution sees.
     """
 
     entry: Any
 
     def forward(self, module: nn.Module, input: Tensor) -> Tensor:
-        return embed(module, input, held=input is self.entry.given)
+        return embed(module, input, held=self.entry.is_held(input))
 
 
 def embed(module: nn.Module, x: Any, *args: Any, held: bool, **kwargs: Any) -> Any:
