@@ -5,7 +5,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from torchsbp.ops import compiling
+from torchsbp.ops import compiling, mlp
 from torchsbp.ops.compiling import op
 from torchsbp.ops.layers import BackwardOptions, Norm
 from torchsbp.ops.mlp import MLPSpec, mlp_branch
@@ -111,3 +111,23 @@ def test_weights_are_cast_again_in_backward():
     (output,) = (node for node in graphs[0].nodes if node.op == "output")
     made = [node.meta["val"] for node in output.args[0] if node is not None and node.op != "placeholder"]
     assert 3 * C * C not in {t.numel() for t in made}
+
+
+def test_large_hidden_layers_are_computed_in_halves(monkeypatch):
+    p, rows = mlp_params(C, 2 * C), kept_rows(B, N, 0.5)
+    x = torch.randn(B, N, C, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn_like(x)
+
+    def products(part):
+        """How many there are in backward, and the gradients."""
+        graphs = []
+        monkeypatch.setattr(mlp, "PART", part)
+        torch._dynamo.reset()
+        backend = aot_autograd(fw_compiler=read(graphs), bw_compiler=read(graphs))
+        y = torch.compile(lambda x: mlp_branch(x, rows, p), backend=backend, fullgraph=True)(x)
+        found = gradients(y, dy, (x, *p))
+        return sum("mm" in str(node.target) for node in graphs[1].nodes), found
+
+    (whole, expected), (halves, found) = products(2**24), products(1)
+    assert (whole, halves) == (5, 10)
+    assert_same_gradients(found, expected)

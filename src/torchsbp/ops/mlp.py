@@ -13,8 +13,8 @@ from torch import Tensor
 from . import rows as R
 from .activations import activate, activation_named
 from .captured import captured_backward, captured_forward
-from .compiling import op
-from .device import device_of, weight_gradient
+from .compiling import compiling, op
+from .device import Device, device_of, weight_gradient
 from .layers import (
     NO_NORM,
     PART,
@@ -156,9 +156,9 @@ def mlp_backward(
     needs: Needs,
 ) -> tuple[Tensor, MLPProducts]:
     """From normalised kept rows: their gradient, and the products for the weights. ``h`` is the hidden layer,
-    recomputed unless given. Where it is large and its memory would be held, one half of the rows after the other."""
+    recomputed unless given. Where it is large, maybe one half of the rows after the other."""
     hidden = n.y.shape[0] * cast_weights.weight1.shape[0]
-    if hidden < 2 * PART or spec.post_norm is not None or not device_of(n.y).capturing():
+    if spec.post_norm is not None or not in_halves(hidden, device_of(n.y)):
         return mlp_backward_rows(steps, dy, n.y, h, cast_weights, p, spec, needs)
     halves = steps.parts(2)
     rows = zip(dy.dy.chunk(2), dy.dz.chunk(2), n.y.chunk(2), (None, None) if h is None else h.chunk(2), strict=True)
@@ -169,6 +169,12 @@ def mlp_backward(
     steps.join(halves)
     weight1, last = (None if a is None else a.add_(b) for a, b in zip(products[:2], more[:2], strict=True))
     return torch.cat([dn, more_dn]), MLPProducts(weight1, last)
+
+
+def in_halves(hidden: int, device: Device) -> bool:
+    """Whether so many elements of the hidden layer are too many at once: their memory would be held by a graph, or is
+    the peak of a compiled step, whose order is not ours."""
+    return (hidden >= 2 * PART and device.capturing()) or (hidden >= 4 * PART and compiling())
 
 
 def mlp_backward_rows(
