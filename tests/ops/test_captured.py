@@ -12,6 +12,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
 from torchsbp.ops import graphs as module
+from torchsbp.ops import operators
 from torchsbp.ops.block import transformer_block
 from torchsbp.ops.conv_block import ConvParams, ConvSpec, conv_block
 from torchsbp.ops.device import CPU, CUDA
@@ -153,6 +154,33 @@ def test_a_compiled_step_has_small_passes_as_calls(ratio, graphs, monkeypatch):
     y = torch.compile(run, backend=backend, fullgraph=True)(x.x, p1, p2)
     assert all(a is None or torch.equal(a, b) for a, b in zip(gradients(y, given, leaves), theirs[1:], strict=True))
     assert found == [1, 1, 0, 0]
+
+
+def test_passes_of_one_kind_have_outcomes_of_their_own(graphs):
+    """Sampled and exact, with stochastic depth and without, in half precision and not: the options are the same."""
+    rows = kept_rows(B, N, 0.5).to(DEVICE)
+    p1 = on_device(attention_params(C, HEADS, dtype=torch.float32))
+    p2 = on_device(mlp_params(C, 2 * C, dtype=torch.float32))
+    half1, half2 = (type(p)(*(t if t is None else t.detach().bfloat16().requires_grad_() for t in p)) for p in (p1, p2))
+    factor = torch.tensor([0.0, 2.0], device=DEVICE)
+
+    def run(x):
+        x = transformer_block(x, None, p1, SPEC, p2, MLPSpec())
+        x = transformer_block(x, rows, p1, SPEC, p2, MLPSpec(), factors=(factor, None))
+        x = transformer_block(x.bfloat16(), rows, half1, SPEC, half2, MLPSpec())
+        return transformer_block(x, None, half1, SPEC, half2, MLPSpec()).float()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for _ in range(4):
+        x = torch.randn(B, N, C, device=DEVICE, requires_grad=True)
+        leaves = (x, *p1, *p2, *half1, *half2)
+        y, expected = compiled(x), run(x)
+        found, wanted = gradients(y, torch.ones_like(y), leaves), gradients(expected, torch.ones_like(y), leaves)
+        for a, b in zip((y, *found), (expected, *wanted), strict=True):
+            assert a is None or torch.equal(a, b)
+    assert len(operators._OUTCOMES.keys() & operators._PASSES.keys()) >= 8
+    torch._dynamo.reset()
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")

@@ -1,5 +1,6 @@
 """run_pass in a compiled step: what a compiler does not look into."""
 
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +25,10 @@ torch.library.define("torchsbp::run_pass", "(str name, Tensor?[] given) -> Tenso
 
 
 def named_pass(run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
-    """``run_pass`` in a compiled step: the compiler has the name of the pass, which tells all that it depends on."""
-    name = f"{run.__module__}.{run.__qualname__} {static}"
+    """``run_pass`` in a compiled step: the compiler has a name for the pass, the same in every process, which tells all
+    that its outcome depends on but sizes."""
+    kinds = [None if t is None else (t.dtype, t.is_contiguous()) for t in given]
+    name = f"{run.__module__} {sha256(repr((run.__qualname__, static, kinds)).encode()).hexdigest()}"
     _PASSES[name] = run, static
     made = torch.ops.torchsbp.run_pass(name, list(given))
     outcome = _OUTCOMES[name]
