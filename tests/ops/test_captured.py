@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 
 import pytest
 import torch
+import torch._inductor.config
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
@@ -154,6 +155,12 @@ def test_a_compiled_step_has_small_passes_as_calls(ratio, graphs, monkeypatch):
     y = torch.compile(run, backend=backend, fullgraph=True)(x.x, p1, p2)
     assert all(a is None or torch.equal(a, b) for a, b in zip(gradients(y, given, leaves), theirs[1:], strict=True))
     assert found == [1, 1, 0, 0]
+    torch._dynamo.reset()
+    monkeypatch.setattr(module, "LARGEST_COMPILED", 2**22)
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):  # all of the step is captured
+        y = torch.compile(run, backend=backend, fullgraph=True)(x.x, p1, p2)
+    assert found[4:] == [0]
+    assert torch.equal(y, theirs[0])
 
 
 def test_passes_of_one_kind_have_outcomes_of_their_own(graphs):

@@ -5,6 +5,7 @@ without data. Ops are functions of tensors and of options, so the second reading
 would take half of the time in which a ViT is compiled.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,12 @@ _shapes_alone = False
 def compiling() -> bool:
     """Whether a compiler reads this, the first time or the second."""
     return torch.compiler.is_compiling() or (TracingContext.try_get() is not None and not _shapes_alone)
+
+
+def captured_whole() -> bool:
+    """Whether what a compiler reads will be captured as a whole, in CUDA graphs of its own: mode="reduce-overhead"."""
+    config: Any = sys.modules.get("torch._inductor.config")
+    return config is not None and config.triton.cudagraphs
 
 
 def no_data() -> bool:

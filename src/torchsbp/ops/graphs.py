@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .alive import Alive
-from .compiling import compiling
+from .compiling import captured_whole, compiling
 from .layers import Grad
 
 LARGEST, LARGEST_COMPILED = 2**24, 3 * 2**21
@@ -158,7 +158,9 @@ def suits(given: Tensors) -> bool:
 
 def small(x: Tensor, part: float) -> bool:
     """Whether a pass over x is to be captured: x has no more elements than that part of what is allowed."""
-    return x.numel() <= part * (LARGEST_COMPILED if compiling() else LARGEST)
+    if compiling():
+        return not captured_whole() and x.numel() <= part * LARGEST_COMPILED
+    return x.numel() <= part * LARGEST
 
 
 def surroundings(device: torch.device) -> tuple[Hashable, ...]:

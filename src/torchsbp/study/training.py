@@ -28,6 +28,8 @@ from .models import MODELS, build
 from .saved import Saved
 
 Row = dict[str, Any]
+WARM = 3
+"""steps before one is captured"""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class Training:
             self.model.set_grad_checkpointing(True)  # type: ignore[operator]
         self.draw = apply_local(self.model, **arm.options or {}) if arm.local else None
         if arm.options is not None and not arm.local:
-            apply(self.model, **arm.options)
+            apply(self.model, capture=not settings.capture, **arm.options)  # the whole step is, not its parts
         # Compiled graphs of two arms have random numbers of their own unless PyTorch's are asked for.
         paired: Any = {"fallback_random": not arm.checkpoint}
         compiled = settings.compile and not arm.local
@@ -112,7 +114,7 @@ class Training:
         )
         # Eager checkpointing looks at the state of random numbers, "local" counts steps in Python: neither in a graph.
         captured = settings.capture and data.device.type == "cuda" and (compiled or not (arm.checkpoint or arm.local))
-        self.advance = self.captured(3 if compiled else 1) if captured else self.step
+        self.advance = self.captured() if captured else self.step
         if not captured:
             self.step()  # at rate 0: the optimizer has its state from now on
         self.begin(run)
@@ -178,13 +180,13 @@ class Training:
         self.loss += loss.detach()
         self.turn.add_(1).remainder_(self.steps)
 
-    def captured(self, warm: int) -> Callable[[], None]:
-        """The step as one launch; ``warm`` of them, at rate 0, make what lasts: kernels, workspaces, the optimizer's
-        state. Without a compiler there is but one: in a second one torchsbp would capture parts of it."""
+    def captured(self) -> Callable[[], None]:
+        """The step as one launch; some of them before, at rate 0, make what lasts: kernels, workspaces, the optimizer's
+        state."""
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
-            for _ in range(warm):
+            for _ in range(WARM):
                 self.step()
         torch.cuda.current_stream().wait_stream(aside)
         for group in self.optimizer.param_groups:
