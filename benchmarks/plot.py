@@ -253,9 +253,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("results", type=Path, help="JSON file of run.py, limits.py or growth.py")
     parser.add_argument("--out", type=Path, required=True, help="picture: .png, .svg, …")
     parser.add_argument("--mode", choices=list(MODES), help="default: for each model the fastest for plain training")
+    parser.add_argument("--models", nargs="+", metavar="MODEL", help="only these")
     args = parser.parse_args(argv)
 
     rows = json.loads(args.results.read_text())["rows"]
+    rows = [row for row in rows if not args.models or row["model"] in args.models]
     draw([row for row in rows if row["mode"] == (args.mode or fastest_mode(rows, row["model"]))], args.out)
 
 
