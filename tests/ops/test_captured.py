@@ -149,6 +149,8 @@ def test_a_compiled_step_has_small_passes_as_calls(ratio, graphs, monkeypatch):
             assert (a is None) == (b is None)
             assert a is None or torch.equal(a, b)
     assert found == [1, 1]
+    names = {run.__qualname__ for run, _ in operators._PASSES.values()}
+    assert names == {"_TransformerBlock.forward", "_TransformerBlock.backward"}
     assert [type(each) for each in graphs._GRAPHS.values()] == [module.Graph, module.Graph]
     torch._dynamo.reset()
     monkeypatch.setattr(module, "LARGEST_COMPILED", 0)

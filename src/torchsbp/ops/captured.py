@@ -25,6 +25,11 @@ class Noted:
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
+def named_as(run: Callable[..., Any], method: Callable[..., Any]) -> None:
+    """Compiled steps know a pass by its name."""
+    run.__module__, run.__qualname__ = method.__module__, method.__qualname__
+
+
 def captured_forward(forward: Method, part: float = 1.0, compiled: bool = False) -> Method:
     """The forward of a function that gives one tensor, for the first of its arguments and others, which have options.
     It leaves in its ctx what is saved, and in ``ctx.static`` what else its backward needs, which can be hashed.
@@ -35,6 +40,8 @@ def captured_forward(forward: Method, part: float = 1.0, compiled: bool = False)
         flat = [other if t is None else t for t, other in zip(tensors, others, strict=True)]
         y = forward(ctx, *flat)
         return (y, *ctx.saved), ctx.static
+
+    named_as(run, forward)
 
     @wraps(forward)
     def wrapper(ctx: Any, *flat: Any) -> Tensor:
@@ -64,6 +71,8 @@ def captured_backward(backward: Method, part: float = 1.0) -> Method:
 
     def run(others: Any, tensors: Tensors) -> tuple[Tensors, Any]:
         return backward(Context(tensors[1:], *others), tensors[0]), None
+
+    named_as(run, backward)
 
     @wraps(backward)
     def wrapper(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
