@@ -113,23 +113,35 @@ def run(work: Work, settings: Sequence[Setting], jobs: int, limit: float, turns:
     take turns, a row is the middle one of those that its case has had."""
     for group in groups(settings, jobs):
         again = []
-        rounds: dict[int, list[Row]] = {}
-        for setting, row in run_group(work, group, limit, turns):
+        found = run_group(work, group, limit, turns)
+        for setting, row in middles(found) if turns else found:
             if len(group) > 1 and row.get("error") == OUT_OF_MEMORY:
                 again.append(setting)
-            elif turns and "error" not in row:
-                rounds.setdefault(id(setting), []).append(row)
-                yield middle(rounds[id(setting)])
             else:
                 yield row
         for setting in again:
-            yield from (row for _, row in run_group(work, [setting], limit, turns))
+            yield from run(work, [setting], 1, limit, turns)
+
+
+def middles(found: Iterator[tuple[Setting, Row]]) -> Iterator[tuple[Setting, Row]]:
+    """Instead of a case's row the middle one of those so far."""
+    rounds: dict[int, list[Row]] = {}
+    for setting, row in found:
+        if "error" not in row:
+            rounds.setdefault(id(setting), []).append(row)
+            row = middle(rounds[id(setting)])
+        yield setting, row
 
 
 def middle(rounds: Sequence[Row]) -> Row:
-    """The row of a case whose step took the middle of the times, and all of these."""
+    """The row of a case whose step took the middle of the times, and all of these, if there are several."""
     row = sorted(rounds, key=lambda row: row["step ms"])[(len(rounds) - 1) // 2]
-    return row | {"rounds ms": [each["step ms"] for each in rounds]}
+    return row | {"rounds ms": [each["step ms"] for each in rounds]} if len(rounds) > 1 else row
+
+
+def replaced(rows: Sequence[Row], row: Row, names: Sequence[str]) -> list[Row]:
+    """The rows and this one, in the place of what was told of the same case: its names are the same."""
+    return [*(known for known in rows if any(known[name] != row[name] for name in names)), row]
 
 
 def groups(settings: Sequence[Setting], jobs: int) -> list[list[Setting]]:

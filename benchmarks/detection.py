@@ -271,8 +271,8 @@ def measured(args: argparse.Namespace) -> Iterator[Row]:
 def alone(setting: Setting) -> Row:
     """In this process; an error is a row as well, so that the others are measured."""
     try:
-        *_, row = rows_of(setting)
-        return row
+        _, *rounds = rows_of(setting)
+        return children.middle(rounds)
     except (RuntimeError, torch.OutOfMemoryError) as error:
         return {"error": str(error).splitlines()[0]}
     finally:
@@ -293,10 +293,6 @@ def rows_of(setting: Setting) -> Iterator[Row]:
         row = case.peak() | case.busy()
     for _ in range(setting.rounds):
         yield {"step ms": case.time(setting.steps), **row}
-
-
-def same_case(row: Row, other: Row) -> bool:
-    return all(row[key] == other[key] for key in ("model", "batch", "mode", "method"))
 
 
 def add_ratios(rows: list[Row]) -> None:
@@ -353,7 +349,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     with suppress(BrokenPipeError):
         for row in measured(args):
-            rows = [*(known for known in rows if not same_case(known, row)), row]
+            rows = children.replaced(rows, row, ("model", "batch", "mode", "method"))
             add_ratios(rows)
             print(json.dumps(row), flush=True)
             if args.out:

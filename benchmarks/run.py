@@ -121,10 +121,6 @@ def keep_texts(row: Row, args: argparse.Namespace) -> None:
             args.out.with_name(f"{args.out.stem}-{file_name(row)}-{kind}.txt").write_text(text + "\n")
 
 
-def same_case(row: Row, other: Row) -> bool:
-    return all(row[key] == other[key] for key in ("model", "mode", "method"))
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = commandline.parser(__doc__)
     parser.add_argument("--modes", nargs="+", choices=list(MODES), help="graphs: compiled, with CUDA graphs")
@@ -148,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     for row in children.run(measured, commandline.settings(args), args.jobs, args.limit, turns=args.rounds > 1):
         keep_texts(row, args)
-        rows = [*(known for known in rows if not same_case(known, row)), row]
+        rows = children.replaced(rows, row, ("model", "mode", "method"))
         add_ratios(rows)
         commandline.write(args, rows)
         print(show(row), flush=True)
