@@ -1,6 +1,8 @@
-"""The tests that need a GPU, in several processes beside each other; what passed, failed and was not done in time.
+"""The tests that need a GPU, in several processes beside each other.
 
-python benchmarks/cuda_tests.py --jobs 16 --limit 240 --out cuda_tests.json
+    python benchmarks/cuda_tests.py --jobs 16 --limit 240 --out cuda_tests.json
+
+Told is what passed, failed and was not done in time.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 It reads a step twice: its bytecode first, to find calls, then these calls themselves, forward and backward, on tensors
 without data. Ops are functions of tensors and of options, so the second reading finds all there is to find; the first
-would take half of the time in which a ViT is compiled.
+would take much longer.
 """
 
 import sys
