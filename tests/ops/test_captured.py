@@ -153,12 +153,12 @@ def test_a_compiled_step_has_small_passes_as_calls(ratio, graphs, monkeypatch):
     assert names == {"_TransformerBlock.forward", "_TransformerBlock.backward"}
     assert [type(each) for each in graphs._GRAPHS.values()] == [module.Graph, module.Graph]
     torch._dynamo.reset()
-    monkeypatch.setattr(module, "LARGEST_COMPILED", 0)
+    monkeypatch.setattr(module, "MOST_COMPILED", 0)
     y = torch.compile(run, backend=backend, fullgraph=True)(x.x, p1, p2)
     assert all(a is None or torch.equal(a, b) for a, b in zip(gradients(y, given, leaves), theirs[1:], strict=True))
     assert found == [1, 1, 0, 0]
     torch._dynamo.reset()
-    monkeypatch.setattr(module, "LARGEST_COMPILED", 2**22)
+    monkeypatch.setattr(module, "MOST_COMPILED", 2**22)
     with torch._inductor.config.patch({"triton.cudagraphs": True}):  # all of the step is captured
         y = torch.compile(run, backend=backend, fullgraph=True)(x.x, p1, p2)
     assert found[4:] == [0]

@@ -1,10 +1,23 @@
-"""Kernels are bound once for a kind of arguments, and what Triton compiles for is all in that kind."""
+"""Kernels are bound once for a kind of arguments, and what Triton compiles for is all in that kind; in a compiled step
+a launch is an operator."""
+
+import inspect
+import re
 
 import pytest
 import torch
+from torch import Tensor
 
 from torchsbp.ops import launch as module
-from torchsbp.ops.launch import launch
+from torchsbp.ops.block import transformer_block
+from torchsbp.ops.device import CUDA, substituted
+from torchsbp.ops.heads import AttentionSpec
+from torchsbp.ops.launch import WRITTEN, launch
+from torchsbp.ops.layers import BackwardOptions, Norm
+from torchsbp.ops.mlp import MLPSpec
+from torchsbp.ops.rows import RowWeight
+
+from .helpers import attention_params, gradients, kept_rows, mlp_params
 
 pytest.importorskip("triton")
 
@@ -82,3 +95,59 @@ def test_constants_of_kernels_are_in_capitals():
     assert found
     parameters = [parameter for function in found for parameter in getattr(function, "params", ())]
     assert all(parameter.is_constexpr == parameter.name.isupper() for parameter in parameters)
+
+
+def test_what_kernels_write_to_is_told():
+    """To the compiler, which relies on it."""
+    stores = re.compile(r"(?:tl\.store|tl\.atomic_add|store_rows)\((\w+)")
+    for name, written in WRITTEN.items():
+        text = inspect.getsource(module.function_named(name).fn)
+        found = set(stores.findall(text))
+        if "at" in found:  # an address that was computed before
+            assert "sums" in written or "d_bias" in written
+            found = (found - {"at"}) | (written & {"sums", "d_bias"})
+        assert found == written, name
+
+
+class Interpreted(CUDA):
+    """Our kernels, where there is no GPU; not PyTorch's."""
+
+    def attention_kernel(self, q: Tensor, fused: bool) -> str:
+        return "plain"
+
+    def weight_gradient(self, weight: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.cat([dy.t() @ x for dy, x in pairs])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted without one")
+@pytest.mark.parametrize("recompute", [True, False])
+def test_compiled_steps_launch_the_same(recompute, monkeypatch):
+    """The second reading has operators instead."""
+    launched, original = [], module.function_named
+    monkeypatch.setattr(module, "function_named", lambda name: launched.append(name) or original(name))
+    monkeypatch.setattr(module, "_KERNELS", {})
+    batch, n, width = 2, 12, 16
+    rows, options = kept_rows(batch, n, 0.5), BackwardOptions(recompute=recompute, row_weight=RowWeight(2.0, 1))
+    p1, p2 = attention_params(width, 2, dtype=torch.float32), mlp_params(width, 2 * width, dtype=torch.float32)
+    x = torch.randn(batch, n, width, requires_grad=True)
+
+    def run(x):
+        spec = AttentionSpec(2, 0.35)
+        return transformer_block(x, rows, p1, spec, p2, MLPSpec(Norm(1e-5)), options=options._replace(capture=False))
+
+    with substituted(Interpreted()):
+        y = run(x)
+        dy = torch.randn_like(y)
+        expected = y, *gradients(y, dy, (x, *p1, *p2))
+        kernels = set(launched)
+        launched.clear()
+        module._KERNELS.clear()
+        torch._dynamo.reset()
+        y = torch.compile(run, fullgraph=True)(x)
+        found = y, *gradients(y, dy, (x, *p1, *p2))
+    steps = {"cotangent", "normalise", "activation", "norm_backward", "stack", "last_layer"}
+    assert kernels == {*steps, "keep"}  # compiled, what else it does is fused with what was before
+    assert set(launched) == {*steps, "take"}
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (a - b).norm() <= 1e-5 * b.norm()

@@ -19,9 +19,9 @@ from .alive import Alive
 from .compiling import captured_whole, compiling
 from .layers import Grad
 
-LARGEST, LARGEST_COMPILED = 2**24, 3 * 2**21
-"""elements of an op's input or cotangent: with more of them the GPU is the slower one, and copies cost memory. Compiled
-steps launch less, and their kernels are larger."""
+LARGEST, MOST_COMPILED = 2**24, 9 * 2**29
+"""elements of an op's input or cotangent, and in compiled steps, which launch less and whose kernels are larger,
+multiplications of it with a square matrix: with more of them the GPU is the slower one, and copies cost memory."""
 HELD = 128
 """passes: forward and backward of kinds of blocks, for some image sizes"""
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -157,10 +157,10 @@ def suits(given: Tensors) -> bool:
 
 
 def small(x: Tensor, part: float) -> bool:
-    """Whether a pass over x is to be captured: x has no more elements than that part of what is allowed."""
-    if compiling():
-        return not captured_whole() and x.numel() <= part * LARGEST_COMPILED
-    return x.numel() <= part * LARGEST
+    """Whether a pass over x is to be captured: it is no larger than that part of what is allowed."""
+    if x.numel() > part * LARGEST:
+        return False
+    return not compiling() or (not captured_whole() and x.numel() * x.shape[-1] <= part * MOST_COMPILED)
 
 
 def surroundings(device: torch.device) -> tuple[Hashable, ...]:

@@ -85,7 +85,7 @@ def keep_rows(
     kept_lse = torch.empty(batch, heads, count // batch, dtype=lse.dtype, device=x.device)
     launch(
         "keep", (8 * PROGRAMS_PER_PROCESSOR * processors(x.device),),
-        x=x, o=o, lse=lse, rows=rows, kept_x=kept_x, kept_o=kept_o, kept_lse=kept_lse,
+        x=x, o=o, lse=lse, rows=rows, kept_x=kept_x if has_x else None, kept_o=kept_o, kept_lse=kept_lse,
         count_x=kept_x.shape[0], count=count, per_sample=count // batch, positions=positions,
         lse_sample=lse.stride(0), lse_head=lse.stride(1), lse_row=lse.stride(2),
         C=C, WIDTH=width, HEADS=heads, HAS_X=has_x, X_ROWS=x_rows, BLOCK_HEADS=1 << (heads - 1).bit_length(),
@@ -209,8 +209,8 @@ class KernelSteps(Steps):
         self.launch(
             "normalise", (4 * self.programs,),
             after=after, x=x, rows=rows, branch=branch, scale=scale, factor=factor, weight=weight, bias=bias,
-            middle=middle, y=y, inverse=given_inverse(kept, inverse, count), y_kept=y_kept, mean=mean, rstd=rstd,
-            count=count, per_sample=count // samples, eps=eps, C=C,
+            middle=middle if keep else None, y=y, inverse=given_inverse(kept, inverse, count), y_kept=y_kept,
+            mean=mean, rstd=rstd, count=count, per_sample=count // samples, eps=eps, C=C,
             HAS_ROWS=rows is not None, HAS_BRANCH=branch is not None, HAS_SCALE=scale is not None,
             HAS_FACTOR=factor is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
             CENTRE=mean is not None, KEEP=keep, HAS_KEPT=kept is not None, **tile(C, 1024),
@@ -230,8 +230,7 @@ class KernelSteps(Steps):
         g = h if overwrite else torch.empty_like(h)
         self.launch(
             "activation", (-(-H // ACTIVATION_TILE["BLOCK"]), self.programs),
-            h=h, dg=dg, g=None if overwrite else g, **self.buffer(total, H), count=count, H=H,
-            CODE=ACTIVATION_CODES[name], OVERWRITE=overwrite, **ACTIVATION_TILE,
+            h=h, dg=dg, g=g, **self.buffer(total, H), count=count, H=H, CODE=ACTIVATION_CODES[name], **ACTIVATION_TILE,
         )  # fmt: skip
         return g, dg
 
@@ -240,8 +239,7 @@ class KernelSteps(Steps):
         dh = h if overwrite else torch.empty_like(h)
         self.launch(
             "gated_activation", (-(-H // ACTIVATION_TILE["BLOCK"]), self.programs),
-            h=h, dg=dg, dh=None if overwrite else dh, **self.buffer(total, 2 * H), count=count, H=H,
-            CODE=code, OVERWRITE=overwrite, **ACTIVATION_TILE,
+            h=h, dg=dg, dh=dh, **self.buffer(total, 2 * H), count=count, H=H, CODE=code, **ACTIVATION_TILE,
         )  # fmt: skip
         return dg, dh
 

@@ -31,7 +31,7 @@ def cotangent(
         source = tl.load(rows + r, r < count, 0) if HAS_ROWS else r.to(tl.int64)
         d = tl.load(dy + source[:, None] * C + c[None, :], here, 0.0).to(tl.float32)
         if WEIGHTED:
-            d *= tl.where(r % per_sample < prefix, 1.0, tl.cast(row_weight, tl.float32))[:, None]
+            d *= tl.where(r % per_sample < prefix, 1.0, row_weight)[:, None]
         if HAS_FACTOR:
             d *= tl.load(factor + r // per_sample, r < count, 0.0).to(tl.float32)[:, None]
         total += d
@@ -129,9 +129,9 @@ def value_and_slope(a, CODE: tl.constexpr):
 @triton.jit
 def activation(
     h, dg, g, sums, first, columns, count, H: tl.constexpr,
-    CODE: tl.constexpr, OVERWRITE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    CODE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dh overwrites dg, and g overwrites h if OVERWRITE says so."""
+    """dh overwrites dg; g may be h."""
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = c < H
     total = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -144,10 +144,7 @@ def activation(
         value, slope = value_and_slope(a, CODE)
         d *= slope
         total += d
-        if OVERWRITE:
-            tl.store(h + at, value.to(h.dtype.element_ty), here)
-        else:
-            tl.store(g + at, value.to(g.dtype.element_ty), here)
+        tl.store(g + at, value.to(g.dtype.element_ty), here)
         tl.store(dg + at, d.to(dg.dtype.element_ty), here)
     tl.store(sums + tl.program_id(1) * columns + first + c, tl.sum(total, 0), inside)
 
@@ -155,9 +152,9 @@ def activation(
 @triton.jit
 def gated_activation(
     h, dg, dh, sums, first, columns, count, H: tl.constexpr,
-    CODE: tl.constexpr, OVERWRITE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    CODE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``g = act(a) ∘ b`` for h = (a, b), each H wide; g overwrites dg, and dh overwrites h if OVERWRITE says so."""
+    """``g = act(a) ∘ b`` for h = (a, b), each H wide; g overwrites dg; dh may be h."""
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = c < H
     total_a = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -175,12 +172,8 @@ def gated_activation(
         total_a += da
         total_b += db
         tl.store(dg + row * H + c[None, :], (value * b).to(dg.dtype.element_ty), here)
-        if OVERWRITE:
-            tl.store(h + at, da.to(h.dtype.element_ty), here)
-            tl.store(h + at + H, db.to(h.dtype.element_ty), here)
-        else:
-            tl.store(dh + at, da.to(dh.dtype.element_ty), here)
-            tl.store(dh + at + H, db.to(dh.dtype.element_ty), here)
+        tl.store(dh + at, da.to(dh.dtype.element_ty), here)
+        tl.store(dh + at + H, db.to(dh.dtype.element_ty), here)
     at = sums + tl.program_id(1) * columns + first + c
     tl.store(at, tl.sum(total_a, 0), inside)
     tl.store(at + H, tl.sum(total_b, 0), inside)
@@ -308,7 +301,7 @@ def norm_backward(
         tl.store(dx + i_at, out.to(dx.dtype.element_ty), here)
         if HAS_HALF:
             if WEIGHTED:
-                out += residual * tl.where(i % per_sample < prefix, 0.0, tl.cast(row_weight, tl.float32) - 1.0)[:, None]
+                out += residual * tl.where(i % per_sample < prefix, 0.0, row_weight - 1.0)[:, None]
             if HAS_FACTOR:
                 out *= tl.load(factor + i // per_sample, i_inside, 0.0).to(tl.float32)[:, None]
             half_sum += tl.where(here, out, 0.0)

@@ -69,7 +69,6 @@ def window_forward(
     tile = tl.program_id(0) // heads % tiles
     w = tl.program_id(0) // (heads * tiles) % windows
     begin = tl.program_id(0) // (heads * tiles * windows) * samples
-    scale = tl.cast(scale, tl.float32)  # a compiler gives float64
     d = tl.arange(0, WIDTH)
     i = tile * QUERIES + tl.arange(0, QUERIES)
     j = tl.arange(0, KEYS)
@@ -123,7 +122,6 @@ def window_backward(
     w = tl.program_id(0) // (heads * tiles) % windows
     begin = tl.program_id(0) // (heads * tiles * windows) * samples
     of = 0 if SHARED else begin
-    scale = tl.cast(scale, tl.float32)  # a compiler gives float64
     d = tl.arange(0, WIDTH)
     i = tl.arange(0, QUERIES)
     j = tile * KEYS + tl.arange(0, KEYS)
@@ -196,7 +194,6 @@ def window_backward_queries(
     w = tl.program_id(0) // (heads * tiles) % windows
     sample = tl.program_id(0) // (heads * tiles * windows)
     of = 0 if SHARED else sample
-    scale = tl.cast(scale, tl.float32)  # a compiler gives float64
     d = tl.arange(0, WIDTH)
     i = tile * QUERIES + tl.arange(0, QUERIES)
     of_q, of_k = (of * windows + w) * COUNT_Q, (of * windows + w) * COUNT_K
