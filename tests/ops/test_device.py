@@ -27,6 +27,9 @@ class Hopper(CUDA):
     def prefers_cudnn(self, q):
         return True
 
+    def capturing(self):
+        return False
+
 
 class Operators(TorchDispatchMode):
     """Notes what runs."""
@@ -105,19 +108,25 @@ def test_the_device_is_that_of_the_tensor_unless_another_stands_in():
 
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, True, True), (True, True, False)])
 @pytest.mark.parametrize("kernel, padding, dilation", [((7, 7), (3, 3), (1, 1)), ((3, 5), (2, 2), (2, 1))])
-@pytest.mark.parametrize("groups", [6, 3])
-def test_gradients_of_convolutions(groups, kernel, padding, dilation, needs):
-    """Depthwise or not, on a GPU they are those of autograd."""
+@pytest.mark.parametrize("groups, at_once, parts", [(6, 2**24, 1), (6, 900, 2), (6, 100, 3), (3, 100, 1)])
+def test_gradients_of_convolutions(groups, at_once, parts, kernel, padding, dilation, needs, monkeypatch):
+    """Depthwise or not, on a GPU they are those of autograd. A depthwise weight's is that of some images after another:
+    of as many elements as are allowed at once, or of one of them."""
+    monkeypatch.setattr(D, "LARGEST", at_once)
     torch.manual_seed(0)
-    x = torch.randn(2, 6, 9, 8, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(3, 6, 9, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(6, 6 // groups, *kernel, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(6, dtype=torch.float64, requires_grad=True)
     y = torch.nn.functional.conv2d(x, weight, bias, 1, padding, dilation, groups)
     dy = torch.randn_like(y)
     wanted = torch.autograd.grad(y, (x, weight, bias), dy)
     with Operators() as seen:
-        found = CUDA().convolution_backward(dy, x.detach(), weight.detach(), padding, dilation, groups, needs)
-    assert ("aten.convolution.default" in seen.names) == (groups == 6 and needs[0])
+        found = Hopper().convolution_backward(dy, x.detach(), weight.detach(), padding, dilation, groups, needs)
+    apart = groups == 6 and needs[0]
+    assert ("aten.convolution.default" in seen.names) == apart
+    assert seen.names.count("aten.convolution_backward.default") == (
+        int(not apart) if not any(needs[1:]) else parts if apart else 1
+    )
     for gradient, expected, need in zip(found, wanted, needs, strict=True):
         assert (gradient is not None) == need
         if need:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import rows as R
 from .compiling import compiling
-from .graphs import Pass, Tensors, run_pass, seen
+from .graphs import LARGEST, Pass, Tensors, run_pass, seen
 from .kernel_steps import KernelSteps, keep_rows, rotated, scaled_last_layer, take_rows
 from .launch import launch
 from .layers import Grad, LastLayer, cast, last_layer_gradients, stacked
@@ -181,8 +181,17 @@ class CUDA(Device):
         others = False, *needs[1:]
         if not any(others):
             return dx, None, None
-        _, dw, db = super().convolution_backward(dy, x, weight, padding, dilation, groups, others)
-        return dx, dw, db
+        at_once = x.shape[0] if compiling() else max(1, self.convolved_at_once() * x.shape[0] // x.numel())
+        found = [
+            super(CUDA, self).convolution_backward(*part, weight, padding, dilation, groups, others)[1:]
+            for part in zip(dy.split(at_once), x.split(at_once), strict=True)
+        ]
+        return dx, *(sum_of(parts) if needed else None for needed, *parts in zip(needs[1:], *found, strict=True))
+
+    def convolved_at_once(self) -> int:
+        """Elements of which the gradient of a depthwise convolution's weight is taken at once: cuDNN has copies of x
+        and dy meanwhile, in float32. Graphs hold them, and launch at no cost."""
+        return LARGEST // 8 if self.capturing() else LARGEST
 
     def cast(self, dtype: torch.dtype | None, *tensors: Grad | tuple[Tensor, ...], after: Grad = None) -> list[Any]:
         """In one kernel."""
@@ -236,6 +245,11 @@ class CUDA(Device):
 
     def inverse(self, rows: Tensor, size: int) -> Grad:
         return R.inverse(rows, size)
+
+
+def sum_of(parts: Sequence[Tensor]) -> Tensor:
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    return parts[0] if len(parts) == 1 else torch.stack(tuple(parts)).sum(0, dtype=wide)
 
 
 _PREFERS_CUDNN: dict[int, bool] = {}
