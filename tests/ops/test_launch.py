@@ -12,7 +12,7 @@ from torchsbp.ops import launch as module
 from torchsbp.ops.block import transformer_block
 from torchsbp.ops.device import CUDA, substituted
 from torchsbp.ops.heads import AttentionSpec
-from torchsbp.ops.launch import WRITTEN, launch
+from torchsbp.ops.launch import WRITTEN, launch, launch_later
 from torchsbp.ops.layers import BackwardOptions, Norm
 from torchsbp.ops.mlp import MLPSpec
 from torchsbp.ops.rows import RowWeight
@@ -62,6 +62,23 @@ def test_a_second_launch_of_the_same_kind_is_direct(kernel):
     hooks = None, None, None
     expected = 7, 1, 1, "stream", "handle", "metadata", *hooks, y.data_ptr(), None, 48, 1e-5, 8
     assert kernel.direct == [expected]
+
+
+def test_a_second_launch_of_an_operator_is_direct(kernel, monkeypatch):
+    """Its tensors are told apart by whether they are written to; it has them, numbers and constants in order."""
+    monkeypatch.setattr(module, "_LATER", {})
+    monkeypatch.setattr(module, "_BOUND", {})
+    monkeypatch.setitem(WRITTEN, "take", {"x"})
+    x, y, scale, hooks = torch.zeros(16), torch.ones(32), torch.zeros(8), (None, None, None)
+    launch_later("take", (4,), {"x": x, "count": 32, "eps": 1e-6, "scale": scale, "C": 8, "num_warps": 2})
+    ((name, later),) = module._LATER.items()
+    assert (later.read, later.written, later.sizes) == (["scale"], ["x"], [])
+    assert len(kernel.bound) == 1
+    torch.ops.torchsbp.launch(name, [scale], [y], [])
+    torch.ops.torchsbp.launch(name, [scale], [y[1:]], [])  # not aligned: another kernel
+    expected = 4, 1, 1, "stream", "handle", "metadata", *hooks, y.data_ptr(), scale.data_ptr(), 32, 1e-6, 8
+    assert kernel.direct == [expected]
+    assert len(kernel.bound) == 2
 
 
 @pytest.mark.parametrize(

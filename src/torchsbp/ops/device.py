@@ -186,7 +186,8 @@ class CUDA(Device):
             super(CUDA, self).convolution_backward(*part, weight, padding, dilation, groups, others)[1:]
             for part in zip(dy.split(at_once), x.split(at_once), strict=True)
         ]
-        return dx, *(sum_of(parts) if needed else None for needed, *parts in zip(needs[1:], *found, strict=True))
+        dw, db = (sum_of(parts) if needed else None for needed, *parts in zip(needs[1:], *found, strict=True))
+        return dx, dw, db
 
     def convolved_at_once(self) -> int:
         """Elements of which the gradient of a depthwise convolution's weight is taken at once: cuDNN has copies of x

@@ -35,9 +35,7 @@ WRITTEN = {
     "window_backward_queries": {"dq", "d_bias"},
 }
 """the tensors that a kernel writes to, if it is given them"""
-OPTIONS = {"num_warps", "num_stages"}
-"""of a launch, among its arguments"""
-Taken = Callable[[dict[str, Any]], tuple[Any, ...]]
+Taken = Callable[[Mapping[str, Any]], tuple[Any, ...]]
 
 
 class Kernel(NamedTuple):
@@ -52,8 +50,10 @@ class Kernel(NamedTuple):
 
 
 _KERNELS: dict[str, Kernel] = {}
-_COMPILED: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
-"""The compiled kernel for a kind of arguments: its launcher, its handle, and what that has to know."""
+Compiled = tuple[Any, Any, Any]
+"""a kernel: its launcher, its handle, and what that has to know"""
+_COMPILED: dict[tuple[Any, ...], Compiled] = {}
+"""by kind of arguments"""
 
 
 def launch(kernel: str, grid: tuple[int, ...], **arguments: Any) -> None:
@@ -61,30 +61,38 @@ def launch(kernel: str, grid: tuple[int, ...], **arguments: Any) -> None:
     capitals; every launch of a kernel names the same arguments."""
     if compiling():
         launch_later(kernel, grid, arguments)
-        return
-    if no_data():
-        return
+    elif not no_data():
+        launch_now(kernel, grid, arguments)
+
+
+def launch_now(kernel: str, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> Compiled | None:
+    """Which one ran; None of Triton's interpreter, which compiles nothing."""
     known = _KERNELS.get(kernel)
     if known is None:
         known = _KERNELS[kernel] = kernel_named(kernel, arguments)
     function, tensors_of, numbers_of, constants_of, own = known
     tensors, numbers, constants = tensors_of(arguments), numbers_of(arguments), constants_of(arguments)
     addresses = [None if t is None else t.data_ptr() for t in tensors]
-    aligned = reduce(or_, [a for a in addresses if a], 0) % 16 == 0 or tuple([a and a % 16 == 0 for a in addresses])
     device, dtypes = tensors[0].get_device(), [None if t is None else t.dtype for t in tensors]
-    key = (kernel, device, constants, aligned, *dtypes, *map(kind, numbers))
+    key = (kernel, device, constants, aligned(addresses), *dtypes, *map(kind, numbers))
     compiled = _COMPILED.get(key)
     if compiled is not None:
         run, handle, metadata = compiled
         x, y, z = (*grid, 1, 1)[:3]
         run(x, y, z, stream(device), handle, metadata, None, None, None, *addresses, *numbers, *constants[:own])
-        return
+        return compiled
     bound = function[grid](**arguments)
-    if bound is not None:  # Triton's interpreter compiles nothing
+    if bound is not None:
         _COMPILED[key] = bound.run, bound.function, bound.packed_metadata
+    return _COMPILED.get(key)
 
 
-def kernel_named(name: str, arguments: dict[str, Any]) -> Kernel:
+def aligned(addresses: Sequence[int | None]) -> Any:
+    """Which of them Triton's kernels may read 16 bytes at a time from: True if all."""
+    return reduce(or_, [a for a in addresses if a], 0) % 16 == 0 or tuple([a and a % 16 == 0 for a in addresses])
+
+
+def kernel_named(name: str, arguments: Mapping[str, Any]) -> Kernel:
     function = function_named(name)
     names = [each for each in function.arg_names if not each.isupper()]
     constants = [each for each in function.arg_names if each.isupper()]
@@ -118,44 +126,65 @@ def stream(device: int) -> int:
 
 
 class Later(NamedTuple):
-    """A launch in a compiled step: its kernel, the names of what differs from call to call, and what does not."""
+    """A launch in a compiled step: its kernel; of its arguments the names of tensors that are read and written to, and
+    of numbers that are not known before (dynamic sizes); and all others. Sides of the grid are among the latter two."""
 
     kernel: str
     read: list[str]
     written: list[str]
-    counts: list[str]
-    factors: list[str]
+    sizes: list[str]
     fixed: dict[str, Any]
 
 
+class Bound(NamedTuple):
+    """Such a launch with a compiled kernel: the grid's sides, and what puts addresses and numbers in order."""
+
+    compiled: Compiled
+    sides: tuple[int, ...]
+    ordered: Callable[[Sequence[Any]], tuple[Any, ...]]
+    numbers: list[Any]
+
+
+SIDES = "grid_x", "grid_y", "grid_z"
 _LATER: dict[str, Later] = {}
-torch.library.define(
-    "torchsbp::launch",
-    "(str name, SymInt[] grid, Tensor[] read, Tensor(a!)[] written, SymInt[] counts, float[] factors) -> ()",
-)
+_BOUND: dict[tuple[Any, ...], Bound] = {}
+torch.library.define("torchsbp::launch", "(str name, Tensor[] read, Tensor(a!)[] written, SymInt[] sizes) -> ()")
 
 
 def launch_later(kernel: str, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
-    """The operator, with a name that tells all that a launch depends on but tensors and numbers: it is the same in
-    every process."""
-    tensors = [name for name, value in arguments.items() if isinstance(value, Tensor)]
-    numbers = [name for name in arguments if name.islower() and name not in OPTIONS]
+    """The operator, with a name that tells all that a launch depends on but tensors and sizes: it is the same in every
+    process."""
+    arguments = dict(zip(SIDES, (*grid, 1, 1), strict=False), **arguments)
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    sizes = {name: value for name, value in arguments.items() if isinstance(value, torch.SymInt)}
     read, written = ([name for name in tensors if (name in WRITTEN[kernel]) == writes] for writes in (False, True))
-    counts = [name for name in numbers if isinstance(arguments[name], (int, torch.SymInt))]
-    factors = [name for name in numbers if isinstance(arguments[name], float)]
-    fixed = {name: value for name, value in arguments.items() if name not in {*tensors, *counts, *factors}}
-    later = Later(kernel, read, written, counts, factors, fixed)
-    name = f"{kernel} {sha256(repr(later).encode()).hexdigest()}"
+    fixed = {name: value for name, value in arguments.items() if name not in {*tensors, *sizes}}
+    later, dtypes = Later(kernel, read, written, [*sizes], fixed), [tensor.dtype for tensor in tensors.values()]
+    name = f"{kernel} {sha256(repr((later, dtypes)).encode()).hexdigest()}"
     _LATER[name] = later
-    values = [[arguments[name] for name in names] for names in (read, written, counts, factors)]
-    torch.ops.torchsbp.launch(name, grid, *values)
+    torch.ops.torchsbp.launch(name, [tensors[it] for it in read], [tensors[it] for it in written], [*sizes.values()])
 
 
 @torch.library.impl("torchsbp::launch", ("cpu", "cuda"))
-def _launch(name: str, grid: Sequence[int], *values: Sequence[Any]) -> None:
-    kernel, *names, fixed = _LATER[name]
-    pairs = (zip(its, given, strict=True) for its, given in zip(names, values, strict=True))
-    launch(kernel, tuple(grid), **fixed, **{name: value for each in pairs for name, value in each})
+def _launch(name: str, read: Sequence[Tensor], written: Sequence[Tensor], sizes: Sequence[int]) -> None:
+    tensors = [*read, *written]
+    addresses = [t.data_ptr() for t in tensors]
+    device = tensors[0].get_device()
+    key = (name, device, aligned(addresses), *sizes)
+    bound = _BOUND.get(key)
+    if bound is not None:
+        (run, handle, metadata), (x, y, z), ordered, numbers = bound
+        run(x, y, z, stream(device), handle, metadata, None, None, None, *ordered(addresses + numbers))
+        return
+    later = _LATER[name]
+    arguments = dict(zip([*later.read, *later.written], tensors, strict=True))
+    others = later.fixed | dict(zip(later.sizes, sizes, strict=True))
+    sides = tuple(others.pop(side) for side in SIDES)
+    compiled = launch_now(later.kernel, sides, arguments | others)
+    if compiled is not None:
+        at = {name: number for number, name in enumerate([*arguments, *others])}
+        order = [at[name] for name in function_named(later.kernel).arg_names]
+        _BOUND[key] = Bound(compiled, sides, itemgetter(*order), [*others.values()])
 
 
 @torch.library.register_fake("torchsbp::launch")
