@@ -22,7 +22,7 @@ study() {
 }
 
 short=${SHORT:-vit 12,24;convnext 6,12;convnext2 6,12;swin 12,24}
-epochs=${EPOCHS:-vit 12,24,48;convnext 7,14,28;swin 15,30,60}
+epochs=${EPOCHS:-vit 24,48,96;convnext 15,30,60;swin 20,40,80}
 first="full;exact;balanced 0.5;own rows 0.5;own rows 0.25;patches ½;down exact, balanced 0.5;down exact, own rows 0.75;down exact, own rows 0.5"
 others="grid 0.5;mlp rows 0.25;batch ½;down exact 0.5;down exact, rows 0.5"
 timed="$first;$others;checkpoint"
@@ -32,7 +32,7 @@ models=${MODELS:-vit,convnext}
 for call in $calls; do
   echo "== $call, $((end - SECONDS)) s left"
   case $call in
-    rates) study contest --models "$models" --arms full --epochs "$short" --lr 1,2,4 ;;
+    rates) study contest --models "$models" --arms full --epochs "$short" --lr 0.5,1,2 ;;
     screen) study contest --models "$models" --arms "$first" --epochs "$short" --tuned --seeds 2 ;;
     others) study contest --models "$models" --arms "$others" --epochs "$short" --tuned --seeds 2 ;;
     speed) study speed --models "$models" --arms "$timed" ;;

@@ -21,12 +21,12 @@ class Augment:
     a hole as a share of the image; share of mixed images; label smoothing. Clips are smoothed alone."""
 
     shift: float = 0.125
-    turn: float = 15.0
-    stretch: float = 0.2
-    shear: float = 0.2
-    jitter: float = 0.4
-    hole: float = 0.375
-    mixup: float = 0.5
+    turn: float = 10.0
+    stretch: float = 0.1
+    shear: float = 0.1
+    jitter: float = 0.2
+    hole: float = 0.25
+    mixup: float = 0.2
     smoothing: float = 0.1
 
     def __call__(self, x: Tensor, y: Tensor, classes: int, numbers: Tensor) -> tuple[Tensor, Tensor]:

@@ -60,7 +60,7 @@ CONVNEXT: Sizes = {
 }
 MODELS = {
     "vit": Recipe(
-        vit, 1e-3,
+        vit, 5e-4,
         {
             "full": {"embed_dim": 192, "depth": 12, "num_heads": 3},
             "small": {"embed_dim": 64, "depth": 12, "num_heads": 2},
@@ -70,7 +70,7 @@ MODELS = {
     "convnext": Recipe(convnext, 1e-3, CONVNEXT),
     "convnext2": Recipe(partial(convnext, stem=2, scale=1e-6), 1e-3, CONVNEXT),  # as for large images: an ablation
     "swin": Recipe(
-        swin, 1e-3,
+        swin, 5e-4,
         {
             "full": {"embed_dim": 64, "depths": (2, 2, 6), "num_heads": (2, 4, 8)},
             "small": {"embed_dim": 32, "depths": (2, 2, 4), "num_heads": (1, 2, 4)},
