@@ -21,13 +21,13 @@ study() {
   "${PYTHON:-python3}" -m torchsbp study "$@" --data "$data" --out "$out" --jobs "$jobs" --seconds "$left" "${more[@]}"
 }
 
-short=${SHORT:-vit 12,24;convnext 6,12;convnext2 6,12;swin 12,24}
-epochs=${EPOCHS:-vit 24,48,96;convnext 15,30,60;swin 20,40,80}
+short=${SHORT:-vit 12,24;hybrid 12,24;convnext 6,12;convnext2 6,12;swin 12,24}
+epochs=${EPOCHS:-hybrid 16,32,64;convnext 15,30,60;swin 20,40,80}
 first="full;exact;balanced 0.5;own rows 0.5;own rows 0.25;patches ½;down exact, balanced 0.5;down exact, own rows 0.75;down exact, own rows 0.5"
 others="grid 0.5;mlp rows 0.25;batch ½;down exact 0.5;down exact, rows 0.5"
 timed="$first;$others;checkpoint"
 decided=${ARMS:-full;own rows 0.5;down exact, own rows 0.5}
-models=${MODELS:-vit,convnext}
+models=${MODELS:-hybrid,convnext}
 
 for call in $calls; do
   echo "== $call, $((end - SECONDS)) s left"

@@ -13,7 +13,7 @@ from .test_training import TOY
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 ARMS = [
     ("vit", "full"), ("vit", "exact"), ("vit", "own rows 0.5"), ("vit", "patches ½"), ("convnext", "full"),
-    ("convnext", "down exact, own rows 0.5"), ("swin", "full"), ("swin", "own rows 0.5"),
+    ("convnext", "down exact, own rows 0.5"), ("swin", "full"), ("swin", "own rows 0.5"), ("hybrid", "own rows 0.5"),
 ]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from torchsbp.study.training import Run, Settings, Training, train
 
 TOY = Settings(batch=16, compile=False, size="toy")
 CASES = [(model, arm) for model in ("vit", "convnext", "swin") for arm in ARMS if enters(model, arm)]
+CASES += [("hybrid", arm) for arm in ("full", "exact", "own rows 0.5", "patches ½")]
 
 
 def losses(data, model, arm, epochs=2):
@@ -23,7 +24,7 @@ def losses(data, model, arm, epochs=2):
     return [training.epoch(number) for number in range(epochs)]
 
 
-@pytest.mark.parametrize("model", ["vit", "convnext", "swin"])
+@pytest.mark.parametrize("model", ["vit", "hybrid", "convnext", "swin"])
 def test_exact_arms_train_the_same_model(data, model):
     full = losses(data, model, "full")
     assert losses(data, model, "exact") == pytest.approx(full, rel=2e-3)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Options = dict[str, Any]
-ALL = ("vit", "convnext", "convnext2", "swin")
+ALL = ("vit", "hybrid", "convnext", "convnext2", "swin")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Arm:
     models: tuple[str, ...] = ALL
 
 
-VIT, PYRAMID = ("vit",), ("convnext", "convnext2")
+VIT, PYRAMID = ("vit", "hybrid"), ("convnext", "convnext2")
+TOKENS = (*VIT, "swin")
 FULL = "full"
 APART: Options = {"sampler": "random", "per_sample": True}
 BALANCED: Options = {"sampler": "random", "per_sample": "balanced"}
@@ -61,10 +62,10 @@ ARMS: dict[str, Arm] = {
     "apart 0.5": sampled(0.5, APART),
     "balanced 0.5": sampled(0.5, BALANCED),
     "balanced 0.25": sampled(0.25, BALANCED),
-    "rows 0.5": sampled(0.5, BALANCED, ROWS, models=("vit", "swin")),
-    "rows 0.25": sampled(0.25, BALANCED, ROWS, models=("vit", "swin")),
-    "own rows 0.5": sampled(0.5, OWN, ROWS, models=("vit", "swin")),
-    "own rows 0.25": sampled(0.25, OWN, ROWS, models=("vit", "swin")),
+    "rows 0.5": sampled(0.5, BALANCED, ROWS, models=TOKENS),
+    "rows 0.25": sampled(0.25, BALANCED, ROWS, models=TOKENS),
+    "own rows 0.5": sampled(0.5, OWN, ROWS, models=TOKENS),
+    "own rows 0.25": sampled(0.25, OWN, ROWS, models=TOKENS),
     "mlp 0.5": sampled(0.5, BALANCED, MLP, models=VIT),
     "mlp rows 0.5": sampled(0.5, BALANCED, MLP, ROWS, models=VIT),
     "mlp rows 0.25": sampled(0.25, BALANCED, MLP, ROWS, models=VIT),
@@ -80,7 +81,7 @@ ARMS: dict[str, Arm] = {
     "last 4": sampled(0.5, blocks=4 / 12, models=VIT),
     "last 10": sampled(0.5, blocks=10 / 12, models=VIT),
     "all 12": sampled(0.5, blocks=1.0, models=VIT),
-    "qkv 0.5": sampled(0.5, attention="qkv", models=("vit", "swin")),
+    "qkv 0.5": sampled(0.5, attention="qkv", models=TOKENS),
     "head 0.5": sampled(0.5, attention="head", models=VIT),
     "qkv-local 0.5": sampled(0.5, models=VIT, local=True),
 }
