@@ -72,7 +72,6 @@ METHODS = {
     "sbp r=0.25": Method(HALF | {"keep_ratio": 0.25}, RPN),
     "sbp r=0.5, heads recomputed": Method(HALF, HEADS),
     "sbp r=0.5, half of the proposals": Method(HALF, Lean(rpn=True, proposals=0.5)),
-    "sbp r=0.5, half of the pyramid": Method(HALF, Lean(rpn=True, pyramid=0.5)),
 }
 
 

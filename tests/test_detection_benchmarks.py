@@ -65,7 +65,6 @@ def test_without_full_backprop_there_is_nothing_to_compare_with(bench):
         ("backbone", "sbp r=0.25", "sbp r=0.5"),
         ("heads", "sbp r=0.5, heads recomputed", "sbp r=0.5"),
         ("heads", "sbp r=0.5, half of the proposals", "sbp r=0.5"),
-        ("pyramid", "sbp r=0.5, half of the pyramid", "sbp r=0.5"),
     ],
 )
 def test_methods_save_what_their_names_say(bench, rows, part, less, more):

@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 
 import torchsbp
 from torchsbp.errors import CheckpointError, UsageError
-from torchsbp.train.detection.backbone import Backbone, Pyramid, body
+from torchsbp.train.detection.backbone import Backbone, body
 
 from ..runs import run
 from .detectors import TINY
@@ -38,25 +38,6 @@ def test_sbp_finds_them(name):
     torchsbp.set_sizes(backbone, [(64, 96), (40, 50)], (64, 96))
     found = torchsbp.check(backbone, torch.randn(2, 3, 64, 96))
     assert found.passed, found
-
-
-def test_the_pyramid_learns_from_a_share_of_the_positions():
-    maps = {str(i): torch.randn(2, c, 16 >> i, 24 >> i) for i, c in enumerate((8, 12))}
-    plain, sampled = Pyramid([8, 12], 4, 1.0).train(), Pyramid([8, 12], 4, 0.25).train()
-    sampled.load_state_dict(plain.state_dict())
-    found = []
-    for pyramid in (plain, sampled):
-        inputs = {name: x.clone().requires_grad_() for name, x in maps.items()}
-        outputs = pyramid(inputs)
-        sum(y.sum() for y in outputs.values()).backward()
-        found.append((outputs, inputs))
-    for name in maps:
-        torch.testing.assert_close(found[1][0][name], found[0][0][name])
-        seen = found[1][1][name].grad.abs().sum(1).flatten(1) > 0
-        assert (seen.sum(1) == seen.shape[1] // 4).all()
-        torch.testing.assert_close(
-            found[1][1][name].grad * seen.view(2, 1, *maps[name].shape[2:]), found[1][1][name].grad
-        )
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ from timm.layers import LayerNorm2d
 from torch import Tensor, nn
 from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork, LastLevelMaxPool
 
-import torchsbp
-
 from ...errors import CheckpointError, UsageError
 from ..data.seeds import generators_kept
 from ..runs.weights import read_weights
@@ -24,7 +22,7 @@ LEVELS = ("0", "1", "2", "3")
 class Backbone(nn.Module):
     """``body`` makes feature maps, ``pyramid`` makes maps of ``width`` channels of them."""
 
-    def __init__(self, body: nn.Module, width: int, keep_ratio: float = 1.0) -> None:
+    def __init__(self, body: nn.Module, width: int) -> None:
         super().__init__()
         info: Any = body.feature_info
         strides, channels = info.reduction(), info.channels()
@@ -40,7 +38,7 @@ class Backbone(nn.Module):
                 raise UsageError(f"a pyramid needs maps of strides {STRIDES}, this backbone has {tuple(strides)}")
             channels = [channels[i] for i in self.maps]
             self.spread = nn.Identity()
-        self.pyramid = Pyramid(channels, width, keep_ratio)
+        self.pyramid = Pyramid(channels, width)
 
     def forward(self, images: Tensor) -> OrderedDict[str, Tensor]:
         maps = self.body(images)
@@ -50,22 +48,14 @@ class Backbone(nn.Module):
 
 
 class Pyramid(FeaturePyramidNetwork):
-    """torchvision's, with a norm before each lateral convolution. Both treat positions one by one, and learn from that
-    share of them."""
+    """torchvision's, with a norm before each lateral convolution."""
 
-    def __init__(self, channels: list[int], width: int, keep_ratio: float) -> None:
+    def __init__(self, channels: list[int], width: int) -> None:
         super().__init__(channels, width, LastLevelMaxPool())
         self.norms = nn.ModuleList(LayerNorm2d(number) for number in channels)
-        self.keep_ratio = keep_ratio
 
     def get_result_from_inner_blocks(self, x: Tensor, idx: int) -> Tensor:
-        norm, conv = self.norms[idx], self.inner_blocks[idx]
-        if self.keep_ratio == 1 or not self.training:
-            return conv(norm(x))
-        positions = x.shape[2] * x.shape[3]
-        keep = torch.randperm(positions, device=x.device)[: max(1, round(self.keep_ratio * positions))]
-        rows = torchsbp.sbp(lambda its: conv(norm(its.unsqueeze(3))).squeeze(3), x.flatten(2), keep, 2)
-        return rows.unflatten(2, x.shape[2:])
+        return self.inner_blocks[idx](self.norms[idx](x))
 
 
 class SimplePyramid(nn.Module):

@@ -79,8 +79,6 @@ class Lean:
     """heads on proposals run again in backward: exact"""
     proposals: float = field(default=1.0, metadata=SHARE_ABOVE_0)
     """share of the proposals that heads on them learn from"""
-    pyramid: float = field(default=1.0, metadata=SHARE_ABOVE_0)
-    """share of the positions that the pyramid's norms and lateral convolutions learn from"""
 
 
 @dataclass
@@ -240,7 +238,7 @@ class Detection(Task):
             lean.recompute,
         )  # fmt: skip
         rpn = RPN(model.width, model.anchor_scale, model.proposals, beta, lean.rpn)
-        return Detector(Backbone(inner, model.width, lean.pyramid), rpn, Heads(stages, spec))
+        return Detector(Backbone(inner, model.width), rpn, Heads(stages, spec))
 
     def apply_sbp(self, model: nn.Module, config: SBPConfig) -> None:
         super().apply_sbp(model, config)
