@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torchvision.models.detection.roi_heads import RoIHeads
 
 from torchsbp.errors import UsageError
-from torchsbp.train.detection.heads import CASCADE, MASK_RCNN, Heads, Stage, box_loss, given
+from torchsbp.train.detection.heads import CASCADE, MASK_RCNN, Heads, HeadSpec, Stage, box_loss, given
+from torchsbp.train.detection.model import Detector
 from torchsbp.train.tasks import start
 from torchsbp.train.tasks.detection import DetectionOptions, Lean, Model
 
@@ -212,18 +213,25 @@ def test_an_image_without_objects_has_background_alone(kind):
     assert all(parameter.grad is not None for parameter in model.parameters())  # as DDP needs
 
 
-@pytest.mark.parametrize("kind", ["mask_rcnn", "cascade"])
-def test_recomputed_heads_have_the_same_gradients(kind):
-    found = [gradients(kind, replace(SPEC, recompute=recompute)) for recompute in (False, True)]
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-10, atol=1e-12, msg=name)
+@pytest.mark.parametrize("kind, norm", [("mask_rcnn", "group"), ("cascade", "group"), ("cascade", "batch")])
+def test_recomputed_heads_have_the_same_gradients_and_statistics(kind, norm):
+    plain, recomputed = (
+        after_a_step(kind, replace(SPEC, norm=norm, recompute=recompute)) for recompute in (False, True)
+    )
+    found = dict(recomputed.named_parameters())
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(found[name].grad, parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
+    statistics = dict(plain.named_buffers())
+    assert any(name.endswith("running_var") for name in statistics) == (norm == "batch")
+    for name, value in recomputed.named_buffers():
+        assert torch.equal(value, statistics[name]), name
 
 
-def gradients(kind: str, spec) -> dict[str, torch.Tensor]:
+def after_a_step(kind: str, spec: HeadSpec) -> Detector:
     model = detector(kind, spec=spec)
     torch.manual_seed(5)
     sum(model(images(), SIZES, objects()).values()).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+    return model
 
 
 def test_sampled_proposals_are_those_that_heads_learn_from():

@@ -4,7 +4,8 @@ A stage is torchvision's ``RoIHeads`` with its own threshold, box coder and loss
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead, FastRCNNPredictor, TwoMLPHead
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
@@ -123,7 +125,13 @@ class Stage(RoIHeads):
         if kept < len(pooled):
             keep = torch.randperm(len(pooled), device=pooled.device)[: max(1, kept)]
             return torchsbp.sbp(head, pooled, keep, 0, recompute=self.recompute)
-        return checkpoint(head, pooled, use_reentrant=False) if self.recompute else head(pooled)
+        if not self.recompute:
+            return head(pooled)
+        return checkpoint(head, pooled, use_reentrant=False, context_fn=self.contexts)
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Of a head's first and second run: a batch is counted once."""
+        return nullcontext(), statistics_kept(self)
 
     def losses(
         self, logits: Tensor, deltas: Tensor, proposals: list[Tensor], labels: list[Tensor], aims: list[Tensor]
@@ -153,6 +161,21 @@ class Stage(RoIHeads):
         own = deltas[torch.arange(len(deltas), device=deltas.device), chosen].detach()
         boxes = self.box_coder.decode_single(own, torch.cat(proposals)).split([len(its) for its in proposals])
         return [clip_boxes_to_image(its, size) for its, size in zip(boxes, sizes, strict=True)]
+
+
+@contextmanager
+def statistics_kept(module: nn.Module) -> Iterator[None]:
+    """Batch norms count into copies of their running statistics, which are dropped. (Without any to count into they
+    would save other tensors than in the first run.)"""
+    norms = [its for its in module.modules() if isinstance(its, _BatchNorm)]
+    before = [(norm, name, value) for norm in norms for name, value in norm.named_buffers(recurse=False)]
+    for norm, name, value in before:
+        setattr(norm, name, value.clone())
+    try:
+        yield
+    finally:
+        for norm, name, value in before:
+            setattr(norm, name, value)
 
 
 def box_loss(coder: Any, deltas: Tensor, proposals: Tensor, aims: Tensor, decoded: bool) -> Tensor:
