@@ -1,7 +1,9 @@
 """Heads: their losses against plain written-out ones, Mask R-CNN against torchvision's, the stages of a cascade."""
 
 import math
+from collections import OrderedDict
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 from torchvision.models.detection.roi_heads import RoIHeads
 
 from torchsbp.errors import UsageError
+from torchsbp.train.detection.backbone import LEVELS
 from torchsbp.train.detection.heads import CASCADE, MASK_RCNN, Heads, HeadSpec, Stage, box_loss, given
 from torchsbp.train.detection.model import Detector
 from torchsbp.train.tasks import start
@@ -39,11 +42,18 @@ def area(box: list[float]) -> float:
     return max(0.0, box[2] - box[0]) * max(0.0, box[3] - box[1])
 
 
+def shared(a: list[float], b: list[float]) -> float:
+    return area([max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3])])
+
+
+def plain_iou(a: list[float], b: list[float]) -> float:
+    return shared(a, b) / (area(a) + area(b) - shared(a, b))
+
+
 def plain_giou(a: list[float], b: list[float]) -> float:
-    inner = area([max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3])])
     hull = area([min(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2]), max(a[3], b[3])])
-    union = area(a) + area(b) - inner
-    return inner / union - (hull - union) / hull
+    union = area(a) + area(b) - shared(a, b)
+    return plain_iou(a, b) - (hull - union) / hull
 
 
 @pytest.mark.parametrize("stage", [*MASK_RCNN, *CASCADE])
@@ -126,18 +136,18 @@ def sampled_mask(mask: torch.Tensor, box: list[float], size: int) -> torch.Tenso
     x0, y0, x1, y1 = box
     dx, dy = (x1 - x0) / size, (y1 - y0) / size
     nx, ny = max(1, math.ceil(dx)), max(1, math.ceil(dy))
-    result = torch.zeros(size, size, dtype=mask.dtype)
+    result, pixels = torch.zeros(size, size, dtype=mask.dtype), mask.tolist()
     for i in range(size):
         for j in range(size):
             points = [
                 (y0 + (i + (a + 0.5) / ny) * dy, x0 + (j + (b + 0.5) / nx) * dx) for a in range(ny) for b in range(nx)
             ]
-            result[i, j] = sum(bilinear(mask, y, x) for y, x in points) / len(points)
+            result[i, j] = sum(bilinear(pixels, y, x) for y, x in points) / len(points)
     return result
 
 
-def bilinear(mask: torch.Tensor, y: float, x: float) -> torch.Tensor:
-    height, width = mask.shape
+def bilinear(pixels: list[list[float]], y: float, x: float) -> float:
+    height, width = len(pixels), len(pixels[0])
     y, x = max(0.0, y), max(0.0, x)
     i, j = min(int(y), height - 1), min(int(x), width - 1)
     if i == height - 1:
@@ -146,9 +156,119 @@ def bilinear(mask: torch.Tensor, y: float, x: float) -> torch.Tensor:
         x = float(j)
     below, beside = min(i + 1, height - 1), min(j + 1, width - 1)
     v, u = y - i, x - j
-    upper = (1 - u) * mask[i, j] + u * mask[i, beside]
-    lower = (1 - u) * mask[below, j] + u * mask[below, beside]
+    upper = (1 - u) * pixels[i][j] + u * pixels[i][beside]
+    lower = (1 - u) * pixels[below][j] + u * pixels[below][beside]
     return (1 - v) * upper + v * lower
+
+
+def test_the_nine_losses_of_a_cascade_are_the_written_out_ones():
+    """Stage after stage: all proposals and the objects' own boxes are matched, compared and, but for these, refined."""
+    heads = detector("cascade", spec=replace(SPEC, sampled=512)).heads  # more than there are: none is left out
+    features = OrderedDict(
+        (level, torch.randn(2, SPEC.width, 64 >> 2 + i, 96 >> 2 + i, dtype=torch.float64))
+        for i, level in enumerate(LEVELS)
+    )
+    targets = objects()
+    proposals = [around(its["boxes"], size) for its, size in zip(targets, LISTED, strict=True)]
+    with torch.no_grad():
+        found = heads.losses(features, proposals, LISTED, PADDED, targets)
+        expected, stages = plain_cascade(heads, features, [its.tolist() for its in proposals], targets)
+    assert found.keys() == expected.keys()
+    assert len(found) == 9
+    for name, value in expected.items():
+        assert float(found[name]) == pytest.approx(value, rel=1e-8), name  # torchvision's GIoU has ε = 1e-7 in areas
+    first, second, third = ([(row.label > 0, row.likeliest == row.label) for row in rows] for rows in stages)
+    assert len(first) == len(second) == len(third)
+    for rows in (first, second, third):  # else some mistakes would not be seen
+        assert {(True, True), (True, False), (False, False)} == set(rows)
+    assert len({sum(known for known, _ in rows) for rows in (first, second, third)}) > 1
+
+
+def around(boxes: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """Six boxes near each of these, two that reach the image's far edges, and two in its corner."""
+    torch.manual_seed(0)
+    near = boxes.repeat(6, 1)
+    near = near + 8 * (torch.rand_like(near) - 0.5)
+    height, width = size
+    edges = [[width - 30, 5, width, 30], [5, height - 25, 40, height], [0, 0, 9, 7], [1, 0, 12, 9]]
+    return torch.cat([near, torch.tensor(edges, dtype=near.dtype)])
+
+
+class Row(NamedTuple):
+    """A proposal of a stage: its image, its box, whether it is an object's own box, what it was matched with."""
+
+    image: int
+    box: list[float]
+    own: bool
+    object: int
+    label: int
+    likeliest: int = 0
+
+
+def plain_cascade(
+    heads: Heads, features: OrderedDict[str, torch.Tensor], boxes: list[list[list[float]]], targets: list[dict]
+) -> tuple[dict[str, float], list[list[Row]]]:
+    losses: dict[str, float] = {}
+    stages = []
+    settings = zip((0.5, 0.6, 0.7), (0.1, 0.05, 0.033), (0.2, 0.1, 0.067), (1, 0.5, 0.25), strict=True)
+    for number, (stage, (overlap, place, side, weight)) in enumerate(zip(heads.stages, settings, strict=True), 1):
+        rows = [row for image, its in enumerate(boxes) for row in matched(image, its, targets[image], overlap)]
+        pooled = [torch.tensor([row.box for row in rows if row.image == i], dtype=torch.float64) for i in range(2)]
+        hidden = stage.box_head(stage.box_roi_pool(features, pooled, [PADDED] * 2))
+        scores, coded = (its.tolist() for its in stage.box_predictor(hidden))
+        rows = [row._replace(likeliest=1 + argmax(own[1:])) for row, own in zip(rows, scores, strict=True)]
+
+        def decoded(i: int, label: int, rows=rows, coded=coded, deviations=(place, place, side, side)) -> list[float]:
+            return plain_decode(coded[i][4 * label : 4 * label + 4], rows[i].box, deviations)
+
+        classes = [math.log(sum(map(math.exp, own))) - own[row.label] for row, own in zip(rows, scores, strict=True)]
+        positive = [i for i, row in enumerate(rows) if row.label]
+        aims = {i: targets[rows[i].image]["boxes"][rows[i].object].tolist() for i in positive}
+        apart = [10 * (1 - plain_giou(decoded(i, rows[i].label), aims[i])) for i in positive]
+        masks = plain_mask_losses(stage, features, [rows[i] for i in positive], targets)
+        losses[f"class{number}"] = weight * sum(classes) / len(rows)
+        losses[f"box{number}"] = weight * sum(apart) / len(rows)
+        losses[f"mask{number}"] = weight * sum(masks) / len(masks)
+        boxes = [
+            [cut(decoded(i, row.label or row.likeliest), LISTED[image]) for i, row in enumerate(rows)
+             if row.image == image and not row.own]
+            for image in range(2)
+        ]  # fmt: skip
+        stages.append(rows)
+    return losses, stages
+
+
+def matched(image: int, boxes: list[list[float]], target: dict, overlap: float) -> list[Row]:
+    """With the object that they overlap most, if that is enough; background is 0."""
+    aims, labels = target["boxes"].tolist(), target["labels"].tolist()
+    rows = []
+    for box, own in [*((its, False) for its in boxes), *((its, True) for its in aims)]:
+        overlaps = [plain_iou(box, aim) for aim in aims]
+        best = argmax(overlaps)
+        rows.append(Row(image, box, own, best, labels[best] if overlaps[best] >= overlap else 0))
+    return rows
+
+
+def plain_mask_losses(
+    stage: Stage, features: OrderedDict[str, torch.Tensor], rows: list[Row], targets: list[dict]
+) -> list[float]:
+    pooled = [torch.tensor([row.box for row in rows if row.image == i], dtype=torch.float64) for i in range(2)]
+    logits = stage.mask_predictor(stage.mask_head(stage.mask_roi_pool(features, pooled, [PADDED] * 2)))
+    found = []
+    for row, its in zip(rows, logits, strict=True):
+        wanted = sampled_mask(targets[row.image]["masks"][row.object].double(), row.box, 28)
+        own = its[row.label]
+        found.append(float((own.exp().log1p() - wanted * own).mean()))  # −t·log σ − (1 − t)·log(1 − σ)
+    return found
+
+
+def cut(box: list[float], size: tuple[int, int]) -> list[float]:
+    height, width = size
+    return [min(max(side, 0.0), limit) for side, limit in zip(box, (width, height, width, height), strict=True)]
+
+
+def argmax(values: list[float]) -> int:
+    return max(range(len(values)), key=values.__getitem__)
 
 
 def test_a_stage_refines_what_the_next_is_trained_with():
