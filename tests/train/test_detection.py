@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 import torchsbp
 from torchsbp.cli.main import main
 from torchsbp.cli.recipe import parse
+from torchsbp.errors import UsageError
 from torchsbp.report import html, read
 from torchsbp.train.data.coco import check
 from torchsbp.train.detection.evaluate import NUMBERS
@@ -154,6 +155,20 @@ def test_two_processes_train_and_evaluate_every_image_once(two, capsys):
     assert evaluate([str(out)]) == 0
     alone = json.loads(capsys.readouterr().out)
     assert all(alone[name] == pytest.approx(valid[name]) for name in valid if name.startswith(("box_", "mask_")))
+
+
+def test_synchronised_norms_are_refused_on_several_cpus(tmp_path):
+    options = {"task": {"model": {"kind": "cascade_mask_rcnn", "norm": "batch"}}}
+    config = parse("train", [recipe(tmp_path, **options)])
+    with pytest.raises(UsageError, match=r"for GPUs alone; these are 2 processes on CPUs.* task\.model\.norm=group"):
+        Trainer(config, Processes(torch.device("cpu"), 0, 2))
+    Trainer(config, Processes(torch.device("cpu")))
+
+
+def test_sizes_without_buckets_are_not_compiled(whole, tmp_path, capsys):
+    assert train([recipe(tmp_path), "--compile=true"]) == 2
+    assert evaluate([str(whole), "--compile=true"]) == 2
+    assert capsys.readouterr().err.count("compile=true is allowed with task.data.buckets, which are empty") == 2
 
 
 def test_a_shorter_run_than_its_warm_up_is_refused(tmp_path, capsys):

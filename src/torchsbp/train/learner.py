@@ -7,7 +7,7 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UsageError
 from .config import Config
 from .distributed import Processes, shard
 from .freeze import freeze
@@ -48,6 +48,8 @@ class Learner:
     def wrap(self, task: Task) -> nn.Module:
         """Compiled and made parallel, around the same parameters."""
         several, parallel = self.processes.world > 1, self.config.parallel
+        if several and self.processes.device.type == "cpu":
+            self.check_norms()
         if several and parallel == "fsdp":
             shard(self.model, self.processes.device)
             if self.ema is not None:
@@ -55,6 +57,16 @@ class Learner:
         if self.config.compile:
             task.compile(self.model)
         return nn.parallel.DistributedDataParallel(self.model) if several and parallel == "ddp" else self.model
+
+    def check_norms(self) -> None:
+        """Raise ``UsageError`` for norms that several processes can't have on CPUs."""
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.SyncBatchNorm) and module not in self.still:
+                raise UsageError(
+                    f"{name} is batch norm that is synchronised over processes, which torch has for GPUs alone; these "
+                    f"are {self.processes.world} processes on CPUs. Train in one process, or with another norm (of "
+                    "detectors: task.model.norm=group)"
+                )
 
     def best_weights(self) -> dict[str, Any]:
         """The average, if there is one."""

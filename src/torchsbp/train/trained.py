@@ -23,5 +23,5 @@ def trained(stored: Stored, config: Config, processes: Processes) -> tuple[Task,
     model.load_state_dict(stored.weights)
     model.to(processes.device).to(memory_format=layout).eval()
     if config.compile:
-        model.compile()
+        task.compile(model)
     return task, model

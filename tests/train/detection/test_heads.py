@@ -15,7 +15,7 @@ from torchsbp.train.detection.backbone import LEVELS
 from torchsbp.train.detection.heads import CASCADE, MASK_RCNN, Heads, HeadSpec, Stage, box_loss, given
 from torchsbp.train.detection.model import Detector
 from torchsbp.train.tasks import start
-from torchsbp.train.tasks.detection import DetectionOptions, Lean, Model
+from torchsbp.train.tasks.detection import Detection, DetectionOptions, Lean, Model
 
 from .detectors import CLASSES, PADDED, SIZES, SPEC, detector, images, objects
 
@@ -366,10 +366,22 @@ def test_sampled_proposals_are_those_that_heads_learn_from():
     assert stage.with_kept_gradients(stage.box_head, pooled).grad_fn is not None
 
 
-def test_sampled_proposals_and_batch_norm_are_refused():
-    options = DetectionOptions("detection", Model(kind="cascade_mask_rcnn"), Lean(proposals=0.5))
-    with pytest.raises(UsageError, match=r"task\.model\.norm=group"):
+@pytest.mark.parametrize(
+    "model, lean, message",
+    [
+        ({"norm": "batch"}, {"proposals": 0.5}, r"statistics would differ; set task\.model\.norm=group"),
+        (
+            {"norm": "group", "width": 48},
+            {},
+            r"width=48 is not allowed; allowed: multiples of 32, .* set task\.model\.norm=b",
+        ),
+    ],
+)
+def test_what_a_norm_cannot_be_used_with_is_refused(model, lean, message):
+    options = DetectionOptions("detection", Model(kind="cascade_mask_rcnn", **model), Lean(**lean))
+    with pytest.raises(UsageError, match=message):
         start(options, seed=0)
+    Detection(replace(options, model=replace(options.model, kind="mask_rcnn")), 0, ["disc"])  # has no norm
 
 
 def test_the_loss_of_decoded_boxes_has_a_slope_where_they_are_apart():

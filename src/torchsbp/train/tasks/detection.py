@@ -23,7 +23,7 @@ from ..data.shapes import shapes
 from ..detection.backbone import Backbone, body
 from ..detection.batches import Batch, CropBetween, GroupedOrder, Prepared, collate, turned
 from ..detection.evaluate import Precision, metrics
-from ..detection.heads import CASCADE, MASK_RCNN, Heads, HeadSpec
+from ..detection.heads import CASCADE, GROUPS, MASK_RCNN, Heads, HeadSpec
 from ..detection.model import Detector, compile_backbone, parameter_groups
 from ..detection.predict import DetectionPredictor
 from ..detection.rpn import RPN
@@ -151,10 +151,7 @@ class Detection(Task):
 
     def __init__(self, options: DetectionOptions, seed: int, names: list[str] | None = None) -> None:
         """``names``: of the classes, if they are known without data."""
-        if options.lean.proposals < 1 and options.model.norm == "batch" and options.model.kind != "mask_rcnn":
-            raise UsageError(
-                "task.lean.proposals samples them, whose batch statistics would differ; set task.model.norm=group"
-            )
+        check_norm(options.model, options.lean)
         self.metrics = metrics(options.model.masks)
         self.workers, self.broken = options.data.workers, options.data.broken
         self.collate = partial(collate, buckets=options.data.buckets, multiple=options.data.multiple)
@@ -246,7 +243,13 @@ class Detection(Task):
 
     def compile(self, model: nn.Module) -> None:
         assert isinstance(model, Detector)
-        compile_backbone(model, len(turned(self.options.data.buckets)))
+        shapes = turned(self.options.data.buckets)
+        if not shapes:
+            raise UsageError(
+                "compile=true is allowed with task.data.buckets, which are empty: each of many sizes of batches would "
+                "be compiled; set buckets, such as those of the coco recipes, or compile=false"
+            )
+        compile_backbone(model, len(shapes))
 
     def parameters(self, model: nn.Module, optimizer: "Optimizer") -> Any:
         assert isinstance(model, Detector)
@@ -269,6 +272,19 @@ class Detection(Task):
     def weights_about(self) -> dict[str, str]:
         """The classes' names, in the order of the model's outputs, without the background."""
         return {"classes": json.dumps(self.names)}
+
+
+def check_norm(model: Model, lean: Lean) -> None:
+    """Raise ``UsageError`` for what the norm of the cascade's convolutions can't be used with."""
+    if model.kind != "cascade_mask_rcnn":
+        return
+    if model.norm == "batch" and lean.proposals < 1:
+        raise UsageError(
+            "task.lean.proposals samples them, whose batch statistics would differ; set task.model.norm=group"
+        )
+    if model.norm == "group" and model.width % GROUPS:
+        allowed = f"multiples of {GROUPS}, the groups of task.model.norm=group; or set task.model.norm=batch"
+        refuse("task.model.width", model.width, allowed)
 
 
 def padding_of(batch: Batch) -> Tensor:
