@@ -14,9 +14,10 @@ from PIL import Image
 from torchsbp.train.data.coco import open_coco
 
 from .train.detection.detectors import TINY
+from .train.detection.runs import recipe
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-NAMES = ("detection", "detection_data")
+NAMES = ("detection", "detection_data", "padding")
 MODEL = "mask_rcnn_convnext_tiny"
 
 
@@ -108,3 +109,14 @@ def test_a_zip_becomes_cocos_layout(bench, tmp_path):
     found = open_coco(root / "annotations" / "instances_val.json", root / "val", True, True)
     assert found[0][0].size == (30, 20)
     assert found.images[0]["file_name"] == "one.jpg"
+
+
+def test_padding_is_told_by_area(bench, tmp_path, capsys):
+    """A whole image, and one that fills 1200 of 6144 pixels: of it all is kept, and 1 − 1200/3072 beside it."""
+    batches = [[(64, 96), (30, 40)]]
+    assert bench.padding.line(batches, [], 32) == "| multiples of 32 | 0.598 | 0.500 | 0.750 | 0.305 |"
+    assert bench.padding.line(batches, [(96, 128)], 32).startswith("| 2 sizes | 0.299 | 0.500 | 1.000 |")
+    bench.padding.main([recipe(tmp_path), "--task.data.buckets=[[96, 96]]"])
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == f"{6 * bench.padding.EPOCHS} batches, r = 0.5"  # 12 images, two at a time
+    assert [row.split(" | ")[0] for row in told[-2:]] == ["| 1 sizes", "| multiples of 32"]

@@ -85,17 +85,29 @@ def test_boxes_alone(tmp_path):
     assert not any(name.startswith("mask_") for name in found[2])
 
 
-def test_kept_positions_lie_in_the_images(tmp_path):
-    trainer = Trainer(parse("train", [recipe(tmp_path, batch=2)]), Processes(torch.device("cpu")))
+@pytest.mark.parametrize("buckets, filled", [([], "more than half"), ([[192, 192]], "less than half")])
+def test_kept_positions_lie_in_the_images(tmp_path, buckets, filled):
+    """Of every sampled block. Of an image that fills less of the padded size than the kept share, all of them are kept,
+    and the rest is padding: every image of a batch keeps as many."""
+    options = [recipe(tmp_path, batch=2), f"--task.data.buckets={buckets}", "--sbp.keep_ratio=0.5"]
+    trainer = Trainer(parse("train", options), Processes(torch.device("cpu")))
     trainer.model.train()
     batch = trainer.task.prepare(next(trainer.batches()), training=True)
     trainer.forward(0, batch)
     height, width = batch.images.shape[-2:]
     assert (batch.sizes != torch.tensor([height, width])).any()
-    kept = torchsbp.kept(trainer.model)["backbone.body.stages_0.blocks.0"]
-    rows, columns = kept // (width // 4), kept % (width // 4)
-    assert (4 * rows < batch.sizes[:, :1]).all()
-    assert (4 * columns < batch.sizes[:, 1:]).all()
+    blocks = torchsbp.kept(trainer.model)
+    assert [name.removeprefix("backbone.body.stages_") for name in blocks] == [
+        "0.blocks.0", "1.downsample", "1.blocks.0", "2.downsample", "2.blocks.0"
+    ]  # fmt: skip
+    for name, kept in blocks.items():
+        stride = 4 << int(name.split("stages_")[1][0])
+        columns = width // stride
+        inside = (stride * (kept // columns) < batch.sizes[:, :1]) & (stride * (kept % columns) < batch.sizes[:, 1:])
+        of_image = (-(-batch.sizes // stride)).prod(1)
+        assert kept.shape[1] == round(0.5 * (height // stride) * columns)
+        assert inside.sum(1).tolist() == of_image.clamp(max=kept.shape[1]).tolist(), name
+        assert (of_image >= kept.shape[1]).all() == (filled == "more than half")
 
 
 def test_images_are_normalised_and_padding_is_zero(tmp_path):

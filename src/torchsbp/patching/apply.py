@@ -107,8 +107,8 @@ def set_sizes(model: nn.Module, sizes: Sequence[Sequence[int]] | Tensor, padded:
     """Tell a patched model how large the images of its next training forward are, for batches that are padded.
 
     ``sizes`` has height and width of every image, which lies in the upper left corner; ``padded`` those of the batch.
-    Kept positions are drawn from the images, none is spent on padding. As many are kept of each image as of the padded
-    size; one that has fewer is kept whole. Windows of attention keep as many as ever, of images first.
+    Kept positions are drawn from the images first. As many are kept of each image as of the padded size; one that has
+    fewer is kept whole, and filled up with padding. Windows of attention keep as many as ever, of images first.
     """
     found = list(patched_entries(model))
     given = sizes if isinstance(sizes, Tensor) else torch.tensor(sizes)
