@@ -11,6 +11,7 @@ from PIL import Image
 import torchsbp
 from torchsbp.cli.recipe import RECIPES, parse, recipes
 from torchsbp.train.config import SBP
+from torchsbp.train.detection.batches import padded_size
 from torchsbp.train.distributed import Processes
 from torchsbp.train.loop import Trainer
 
@@ -126,6 +127,15 @@ def test_table_2_is_set_as_in_the_paper(name):
     assert (augment.crop, augment.crop_short, augment.crop_sides) == (True, [400, 500, 600], (384, 600))
     ours = torchsbp.SBPConfig.preset("paper", per_sample=True, exact_downsampling=True)
     assert config.sbp.build(0, 10) == (ours if name.endswith("_sbp") else None)
+
+
+def test_table_2_pads_any_two_images_to_one_of_nine_sizes():
+    first, *others = (parse("train", [name]).task.data.buckets for name in TABLE_2)
+    assert all(its == first for its in others)
+    assert len(first) == 9
+    assert padded_size([(1333, 800), (800, 1333)], first, 32) == (1344, 1344)
+    assert padded_size([(800, 1067), (480, 640)], first, 32) == (800, 1120)
+    assert padded_size([(800, 800), (480, 480)], first, 32) == (800, 896)
 
 
 @pytest.mark.parametrize("name", DETECTION)
