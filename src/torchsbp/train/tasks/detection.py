@@ -241,15 +241,15 @@ class Detection(Task):
         super().apply_sbp(model, config)
         self.told_of_sizes = config.scale == "none"  # other scales weigh all positions alike, those of padding too
 
-    def compile(self, model: nn.Module) -> None:
+    def compile(self, model: nn.Module, mode: str | None = None) -> None:
         assert isinstance(model, Detector)
         shapes = turned(self.options.data.buckets)
         if not shapes:
             raise UsageError(
-                "compile=true is allowed with task.data.buckets, which are empty: each of many sizes of batches would "
-                "be compiled; set buckets, such as those of the coco recipes, or compile=false"
+                "compile needs task.data.buckets, which are empty: each of many sizes of batches would be compiled; "
+                "set buckets, such as those of the coco recipes, or compile=false"
             )
-        compile_backbone(model, len(shapes))
+        compile_backbone(model, len(shapes), mode)
 
     def parameters(self, model: nn.Module, optimizer: "Optimizer") -> Any:
         assert isinstance(model, Detector)
