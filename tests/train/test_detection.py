@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 import torchsbp
 from torchsbp.cli.main import main
 from torchsbp.cli.recipe import parse
+from torchsbp.cli.trained import without_training
 from torchsbp.errors import UsageError
 from torchsbp.report import html, read
 from torchsbp.train.data.coco import check
@@ -63,6 +64,15 @@ def test_it_is_evaluated_and_reported(whole, capsys):
     page = html([read(whole)], "Shapes")
     for text in ("box AP, %", "Box average precision", "Average precision by class", "Predictions", "data:image/png"):
         assert text in page
+
+
+def test_runs_of_earlier_versions_are_evaluated(whole):
+    """What they say of saving less in training is not needed."""
+    config = json.loads((whole / "metrics.jsonl").read_text().splitlines()[0])["config"]
+    config["task"]["lean"] = {"rpn": True, "pyramid": 0.5}
+    found = parse("eval", ["--config", json.dumps(without_training(config))])
+    assert not found.task.lean.rpn
+    assert found.task.model.width == 32
 
 
 def test_a_cascade_trains_in_bfloat16_from_coco_files(tmp_path):

@@ -59,5 +59,9 @@ def opened(own: argparse.Namespace, command: str, overrides: list[str]) -> Itera
 
 
 def without_training(config: dict[str, Any]) -> dict[str, Any]:
-    """As the run was configured, but without SBP."""
-    return {**config, "sbp": {"preset": "none"}, "resume": None, "throughput": None}
+    """As the run was configured, but without SBP and what a detector's heads need not save: an earlier version had
+    other options of these."""
+    task = config.get("task", {})
+    if task.get("name") == "detection":
+        task = {**task, "lean": {}}
+    return {**config, "task": task, "sbp": {"preset": "none"}, "resume": None, "throughput": None}
