@@ -86,6 +86,14 @@ def test_frames_and_segments_are_read(tmp_path):
     assert videos.segments(0) == [Segment(billiards, 1.0, 2.5), Segment(21, 4.0, 5.0)]
 
 
+def test_pictures_are_in_the_order_of_their_numbers(tmp_path):
+    root = layout(tmp_path)
+    for path in (root / "frames" / "video_validation_0000052").iterdir():
+        path.rename(path.with_name(f"{int(path.stem)}.jpg"))
+    targets(root)
+    assert Thumos(root, "train", 4.0).read(1, range(12)).float().mean((1, 2, 3)).tolist() == list(range(0, 240, 20))
+
+
 def test_a_second_split_leaves_the_first_as_it_is(tmp_path):
     root = layout(tmp_path, ROWS[:2])
     targets(root)

@@ -21,10 +21,9 @@ from torch import Tensor
 from ...errors import DataError
 from .actions import Segment
 from .annotations import COLUMNS, THUMOS, Annotation, columns, read_annotations, segments_of, targets_of
-from .pictures import read_picture
+from .pictures import frames_in, read_picture
 
 FRAMES, TARGETS, CLASSES, SEGMENTS = "frames", "target_perframe", "classes.txt", "segments.csv"
-PICTURES = (".jpg", ".jpeg", ".png")
 
 
 class Thumos:
@@ -77,7 +76,7 @@ class Thumos:
 
 
 class Frames:
-    """Of one video: an array in a file, which is read where it is needed, or pictures in a folder, by their names."""
+    """Of one video: an array in a file, which is read where it is needed, or pictures in a folder."""
 
     def __init__(self, folder: Path, name: str, listed: str) -> None:
         self.path = folder / f"{name}.npy"
@@ -93,7 +92,7 @@ class Frames:
             self.count = len(array)
         else:
             self.path = folder / name
-            self.pictures = sorted(its for its in self.path.glob("*") if its.suffix.lower() in PICTURES)
+            self.pictures = frames_in(self.path)
             self.count = len(self.pictures)
         if self.count == 0:
             place = folder / name
