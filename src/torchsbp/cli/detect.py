@@ -14,8 +14,9 @@ SHOWN = 10
 
 def arguments() -> argparse.ArgumentParser:
     result = parser("detect", "Find actions in a video with trained weights of task online_action.")
-    frames = "a folder of pictures, or an array in a .npy file"
-    result.add_argument("video", type=Path, metavar="VIDEO", help=f"a file; or frames, task.data.fps a second: {frames}")
+    result.add_argument(
+        "video", type=Path, metavar="VIDEO", help="a file; or frames, task.data.fps a second: a .npy file, a folder"
+    )
     result.add_argument("--out", type=Path, default=Path("detections"), help="a folder (default: %(default)s)")
     return result
 

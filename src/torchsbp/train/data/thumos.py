@@ -3,6 +3,7 @@
     ROOT/frames/VIDEO.npy             [frames, height, width, 3] of 8 bits, or a folder ROOT/frames/VIDEO/*.jpg
     ROOT/target_perframe/VIDEO.npy    [frames, columns] of zeros and ones
     ROOT/classes.txt                  names of actions; columns are background, these, ambiguous
+    ROOT/fps.txt                      frames a second that the targets were made for
     ROOT/segments.csv                 video, type, start, end: the same in seconds, for temporal detection
     ROOT/train.txt, test.txt          names of videos
 
@@ -12,18 +13,21 @@
 import csv
 from collections import Counter
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import DataError
-from .actions import Segment
+from ...errors import DataError, UsageError
+from .actions import AMBIGUOUS, BACKGROUND, Segment
 from .annotations import COLUMNS, THUMOS, Annotation, columns, read_annotations, segments_of, targets_of
 from .pictures import frames_in, read_picture
 
-FRAMES, TARGETS, CLASSES, SEGMENTS = "frames", "target_perframe", "classes.txt", "segments.csv"
+FRAMES, TARGETS, CLASSES, RATE, SEGMENTS = "frames", "target_perframe", "classes.txt", "fps.txt", "segments.csv"
+FPS = 4.0
+"""of THUMOS'14, as published"""
 
 
 class Thumos:
@@ -31,7 +35,13 @@ class Thumos:
 
     def __init__(self, root: Path, part: str, fps: float) -> None:
         self.root, self.fps = root, fps
-        self.names = columns(read_lines(root / CLASSES))
+        self.names = columns(read_classes(root / CLASSES))
+        made_for = read_rate(root)
+        if made_for not in (None, fps):
+            raise DataError(
+                f"{root / RATE}: targets were made for {made_for} frames a second, but task.data.fps is {fps}. Set "
+                f"task.data.fps={made_for}, or remove {root / RATE} and make the targets of every split again"
+            )
         self.list = root / f"{part}.txt"
         self.videos = read_lines(self.list)
         self.frames = [Frames(root / FRAMES, name, self.at(number)) for number, name in enumerate(self.videos)]
@@ -128,9 +138,57 @@ def read_lines(path: Path) -> list[str]:
     return lines
 
 
-def prepare(source: Path, root: Path, split: str, fps: float, classes: Path | None, skip_missing: bool) -> Counter[str]:
+def read_classes(path: Path) -> list[str]:
+    """Names of actions."""
+    names = read_lines(path)
+    for number, name in enumerate(names, 1):
+        if name in (BACKGROUND, AMBIGUOUS):
+            raise DataError(f"{path}:{number} is {name}, which has a column anyway; name actions only")
+    return names
+
+
+def read_rate(root: Path) -> float | None:
+    """Frames a second that targets were made for; folders of older versions don't say."""
+    path = root / RATE
+    if not path.exists():
+        return None
+    try:
+        return float(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} can't be read ({error}); allowed: a number, frames a second") from error
+
+
+def actions_of(root: Path, given: Path | None) -> list[str]:
+    """Names as they are given, as the folder has them, or THUMOS's. Targets of a folder have one meaning."""
+    own = root / CLASSES
+    known = read_classes(own) if own.exists() else None
+    names = read_classes(given) if given else known or THUMOS
+    for number, (name, other) in enumerate(zip_longest(names, known or names, fillvalue="nothing"), 1):
+        if name != other:
+            raise UsageError(
+                f"--classes {given} has {name} in line {number}, {own} has {other}: targets in {root} would have "
+                f"columns of two meanings. Leave --classes out, or remove {own} and make the targets of every split again"
+            )
+    return names
+
+
+def rate_of(root: Path, given: float | None) -> float:
+    """Frames a second as they are given, as the folder has them, or THUMOS's."""
+    known = read_rate(root)
+    if None not in (given, known) and given != known:
+        raise UsageError(
+            f"--fps {given} differs from {root / RATE}, {known}, which other targets in {root} were made for. Leave "
+            f"--fps out, or remove {root / RATE} and make the targets of every split again"
+        )
+    return given or known or FPS
+
+
+def prepare(
+    source: Path, root: Path, split: str, fps: float | None, classes: Path | None, skip_missing: bool
+) -> Counter[str]:
     """Targets, segments and the list of a split, from annotations and frames; what was done, in numbers."""
-    names = columns(read_lines(classes or root / CLASSES) if classes or (root / CLASSES).exists() else THUMOS)
+    actions, fps = actions_of(root, classes), rate_of(root, fps)
+    names = columns(actions)
     by_video: dict[str, list[Annotation]] = {}
     for its in read_annotations(source):
         by_video.setdefault(its.video, []).append(its)
@@ -152,7 +210,8 @@ def prepare(source: Path, root: Path, split: str, fps: float, classes: Path | No
     if not segments:
         raise DataError(f"{source} annotates no video that has frames in {root / FRAMES}")
     write_segments(root / SEGMENTS, segments, names)
-    (root / CLASSES).write_text("".join(f"{name}\n" for name in names[1:-1]))
+    (root / CLASSES).write_text("".join(f"{name}\n" for name in actions))
+    (root / RATE).write_text(f"{fps}\n")
     (root / f"{split}.txt").write_text("".join(f"{video}\n" for video in segments))
     return counts
 
