@@ -105,6 +105,15 @@ def test_thumos_s_layout_trains(tmp_path):
     assert lines(tmp_path / "run")[-2]["map"] > 0
 
 
+def test_without_any_action_metrics_are_0(tmp_path):
+    root = layout(tmp_path / "data", ["video_validation_0000051,Diving,26,3.0,3.0,0,0"])
+    targets(root)
+    options = [f"--task.data.root={root}", "--task.data.source=thumos", "--task.data.valid=train", "--epochs=1"]
+    assert train(["online", *SMALL, *options, "--schedule.warmup_epochs=0", f"--out={tmp_path / 'run'}"]) == 0
+    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert [lines(tmp_path / "run")[-2][name] for name in ("map", "tad", "tad_0.5")] == [0, 0, 0]
+
+
 @pytest.mark.parametrize("name", [name for name in recipes() if name.startswith("thumos/")])
 def test_published_settings(name):
     config = parse("train", [name])

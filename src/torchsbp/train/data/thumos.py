@@ -167,7 +167,8 @@ def actions_of(root: Path, given: Path | None) -> list[str]:
         if name != other:
             raise UsageError(
                 f"--classes {given} has {name} in line {number}, {own} has {other}: targets in {root} would have "
-                f"columns of two meanings. Leave --classes out, or remove {own} and make the targets of every split again"
+                f"columns of two meanings. Leave --classes out, or remove {own} and make the targets of every split "
+                "again"
             )
     return names
 
