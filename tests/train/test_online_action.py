@@ -257,13 +257,12 @@ def test_gradients_through_all_frames_are_the_full_ones(whole, monkeypatch, caps
 
 @pytest.mark.slow
 def test_sbp_learns_as_full_backprop_does_and_a_frozen_encoder_does_not(tmp_path):
-    """The recipe, shorter: two minutes on a CPU."""
+    """The recipe: three minutes on a CPU."""
     found = {}
     for name, options in {"sbp": [], "full": FULL, "frozen": [*FULL, "--task.encoder.frozen=true"]}.items():
         out = tmp_path / name
-        assert (
-            train(["online", "--epochs=10", "--log.progress=false", "--eval_every=10", *options, f"--out={out}"]) == 0
-        )
+        assert train(["online", "--log.progress=false", "--eval_every=14", *options, f"--out={out}"]) == 0
         found[name] = lines(out)[-2]["map"]
     assert min(found["sbp"], found["full"]) > 50
+    assert found["full"] - found["sbp"] < 3
     assert found["sbp"] > found["frozen"] + 10
