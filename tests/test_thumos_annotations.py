@@ -22,10 +22,8 @@ def folder(tmp_path: Path) -> Path:
         rows = []
         for video in range(10):
             for place in range(5):
-                start = 1 + 11 * place + 0.3 * video
-                rows.append(
-                    f"{part}_{video},{THUMOS[(4 * video + place % 4) % 20]},0,{start},{start + 0.6 + 0.4 * place},0,0"
-                )
+                name, start = THUMOS[(4 * video + place % 4) % 20], 1 + 11 * place + 0.3 * video
+                rows.append(f"{part}_{video},{name},0,{start},{start + 0.6 + 0.4 * place},0,0")
             rows.append(f"{part}_{video},Ambiguous,102,{5 + video},{8 + video},0,0")
         rows += [rows[0], f"{part}_1,Diving,26,61,62,0,0"]  # annotated twice, and beyond the end
         rows += ["test_x,Diving,26,1,2,0,0"] if part == "test" else []
