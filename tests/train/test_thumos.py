@@ -251,6 +251,23 @@ def test_broken_layouts_are_refused_with_the_line_of_the_list(tmp_path):
         Thumos(root, "valid", 4.0)
 
 
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (f"\n{VIDEO}\n\nanother\n", "train.txt:4: no frames of another: neither"),
+        (f"{VIDEO}\n\n{VIDEO}\n", f"train.txt:3 is {VIDEO}, as is line 1; remove one of them"),
+        ("\n\n", "train.txt is empty: make it with torchsbp targets"),
+    ],
+)
+def test_lists_are_refused_with_their_lines(tmp_path, text, message):
+    root = layout(tmp_path)
+    targets(root)
+    (root / "train.txt").write_text(text)
+    with pytest.raises(DataError) as found:
+        Thumos(root, "train", 4.0)
+    assert message in str(found.value)
+
+
 def test_windows_lie_within_their_video_and_short_ones_are_filled(tmp_path):
     root = layout(tmp_path)
     targets(root)

@@ -43,7 +43,8 @@ class Thumos:
                 f"task.data.fps={made_for}, or remove {root / RATE} and make the targets of every split again"
             )
         self.list = root / f"{part}.txt"
-        self.videos = read_lines(self.list)
+        self.lines = read_lines(self.list)
+        self.videos = list(self.lines)
         self.frames = [Frames(root / FRAMES, name, self.at(number)) for number, name in enumerate(self.videos)]
         self.counts = [len(frames) for frames in self.frames]
         self.labels = [self.read_targets(number) for number in range(len(self.videos))]
@@ -55,7 +56,7 @@ class Thumos:
         self.by_video = by_video
 
     def at(self, video: int) -> str:
-        return f"{self.list}:{video + 1}"
+        return f"{self.list}:{self.lines[self.videos[video]]}"
 
     def title(self, video: int) -> str:
         return self.videos[video]
@@ -126,25 +127,29 @@ class Frames:
             return np.asarray(read_picture(file, "RGB"))
 
 
-def read_lines(path: Path) -> list[str]:
-    """Not empty ones; an error if one is there twice."""
+def read_lines(path: Path) -> dict[str, int]:
+    """Those that are not empty, and their numbers; an error if one is there twice."""
+    lines: dict[str, int] = {}
     try:
-        lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+        for number, line in enumerate(map(str.strip, path.read_text().splitlines()), 1):
+            if line in lines:
+                raise DataError(f"{path}:{number} is {line}, as is line {lines[line]}; remove one of them")
+            if line:
+                lines[line] = number
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} can't be read ({error}): make it with torchsbp targets") from error
-    repeated = [name for name, count in Counter(lines).items() if count > 1]
-    if repeated or not lines:
-        raise DataError(f"{path} {f'has {repeated[0]} twice' if repeated else 'is empty'}")
+    if not lines:
+        raise DataError(f"{path} is empty: make it with torchsbp targets")
     return lines
 
 
 def read_classes(path: Path) -> list[str]:
     """Names of actions."""
-    names = read_lines(path)
-    for number, name in enumerate(names, 1):
-        if name in (BACKGROUND, AMBIGUOUS):
-            raise DataError(f"{path}:{number} is {name}, which has a column anyway; name actions only")
-    return names
+    lines = read_lines(path)
+    for name in (BACKGROUND, AMBIGUOUS):
+        if name in lines:
+            raise DataError(f"{path}:{lines[name]} is {name}, which has a column anyway; name actions only")
+    return list(lines)
 
 
 def read_rate(root: Path) -> float | None:
