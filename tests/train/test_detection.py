@@ -13,7 +13,7 @@ import torchsbp
 from torchsbp.cli.main import main
 from torchsbp.cli.recipe import parse
 from torchsbp.report import html, read
-from torchsbp.train.data.coco import check
+from torchsbp.train.data.coco_check import check
 from torchsbp.train.detection.evaluate import NUMBERS
 from torchsbp.train.distributed import Processes, all_sum, processes
 from torchsbp.train.loop import Trainer
@@ -38,7 +38,10 @@ def test_it_trains_and_logs_every_loss_and_all_numbers(whole):
     assert names == {f"loss_{part}" for part in ("objectness", "proposals", "class", "box", "mask")}
     numbers = {f"{kind}_{number}" for kind in ("box", "mask") for number in NUMBERS}
     assert numbers < set(found[2])
-    assert found[0]["task"]["notes"] == ["shapes: 12 images; not trained with: nothing"]
+    assert found[0]["task"]["notes"] == [
+        "shapes: 12 images; not trained with: nothing",
+        "shapes: 3 images to evaluate with; of note: nothing",
+    ]
 
 
 def test_killed_and_resumed_it_ends_the_same(whole, tmp_path):
@@ -253,3 +256,44 @@ def test_truncated_images_end_a_run_or_are_counted(tmp_path, capsys):
     assert "image 3, 3.png, of " in capsys.readouterr().err
     assert train([recipe(tmp_path, **options), "--task.data.broken=1", f"--out={tmp_path / 'other'}"]) == 0
     assert "skipped, 1 of at most 1 (task.data.broken)" in capsys.readouterr().err
+
+
+def test_truncated_images_are_left_out_of_evaluation_with_their_objects(tmp_path, capsys):
+    """By train and by eval, whose numbers are those of data without them."""
+    root = coco_folder(tmp_path / "data")
+    path, file = root / "val" / "0.png", root / "annotations" / "val.json"
+    path.write_bytes(path.read_bytes()[:2000])
+    data = {"source": "coco", "root": str(root), "train": "train", "valid": "val"}
+    data |= {"train_json": "annotations/train.json", "valid_json": "annotations/val.json"}
+    options = {"task": {"data": data}, "epochs": 1, "schedule": {"warmup_steps": 1}}
+    out, content = tmp_path / "run", json.loads(file.read_text())
+    objects = [its for its in content["annotations"] if its["image_id"] == 0]
+    assert train([recipe(tmp_path, **options), "--task.data.broken=1"]) == 0
+    assert f"image 0, 0.png, of {file} can't be read: " in capsys.readouterr().err
+    (valid,) = [line for line in lines(out) if line["kind"] == "valid"]
+    assert (valid["images_left_out"], valid["objects_left_out"], len(valid["broken"])) == (1, len(objects), 1)
+    assert "Samples that can&#x27;t be read" in html([read(out)], "Shapes")
+    assert evaluate([str(out)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    content["images"] = [its for its in content["images"] if its["id"] != 0]
+    content["annotations"] = [its for its in content["annotations"] if its["image_id"] != 0]
+    file.write_text(json.dumps(content))
+    assert evaluate([str(out)]) == 0
+    without = json.loads(capsys.readouterr().out)
+    numbers = [name for name in without if name.startswith(("box_", "mask_"))]
+    assert len(numbers) == 24
+    assert [found[name] for name in numbers] == [valid[name] for name in numbers] == [without[name] for name in numbers]
+
+
+def test_a_mask_of_validation_that_is_none_is_refused_before_training(tmp_path, capsys):
+    root = coco_folder(tmp_path / "data")
+    file = root / "annotations" / "val.json"
+    content = json.loads(file.read_text())
+    image = content["images"][0]
+    content["annotations"][0]["segmentation"] = {"size": [image["height"], image["width"]], "counts": "xyz"}
+    file.write_text(json.dumps(content))
+    data = {"source": "coco", "root": str(root), "train": "train", "valid": "val"}
+    data |= {"train_json": "annotations/train.json", "valid_json": "annotations/val.json"}
+    assert train([recipe(tmp_path, task={"data": data})]) == 1
+    assert f"annotation 1 of {file}: its mask can't be decoded: " in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

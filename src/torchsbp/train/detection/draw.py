@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
-from ..data.coco import tools
+from ..data.masks import tools
 
 COLOURS = ((0, 114, 178), (213, 94, 0), (0, 158, 115), (204, 121, 167), (181, 137, 0), (75, 159, 213), (122, 81, 149))
 LEAST = 0.5

@@ -106,7 +106,8 @@ class Data:
     workers: int = field(default=4, metadata=ranged(0, 1024))
     """processes that read images, for each process that trains"""
     broken: int = field(default=0, metadata=NOT_NEGATIVE)
-    """training images that may be unreadable: others are taken in their place; one more ends the run"""
+    """images that may be unreadable: training takes others in their place, evaluation leaves them and their objects
+    out; one more ends the run"""
 
     def __post_init__(self) -> None:
         wrong = [side for bucket in self.buckets for side in bucket if side < 1 or side % self.multiple]
@@ -163,8 +164,8 @@ class Detection(Task):
         super().__init__(options, seed)
         self.names = self.train_objects.names if names is None else names
         if names is None:
-            self.notes = (self.train_objects.notes,)
             self.check_classes()
+            self.notes = (self.train_objects.notes, self.valid_objects.notes)
 
     @classmethod
     def trained(cls, options: Any, seed: int, about: Mapping[str, str]) -> "Detection":
@@ -199,7 +200,7 @@ class Detection(Task):
 
     @cached_property
     def valid_data(self) -> Samples:
-        return Samples(self.valid_objects, self.eval_transform(), self.seed)
+        return Samples(self.valid_objects, self.eval_transform(), self.seed, replace=self.broken > 0)
 
     def eval_transform(self) -> Prepared:
         augment = self.options.augment
