@@ -17,8 +17,10 @@ from torchsbp.train.data.coco_check import check
 from torchsbp.train.detection.evaluate import NUMBERS
 from torchsbp.train.distributed import Processes, all_sum, processes
 from torchsbp.train.loop import Trainer
+from torchsbp.train.runs.stored import read_stored
+from torchsbp.train.tasks.detection import Detection, DetectionOptions
 
-from .detection.runs import coco_folder, recipe
+from .detection.runs import coco_data, coco_folder, recipe
 from .runs import evaluate, final, lines, same, stopped_at, train
 
 CASCADE = {"task": {"model": {"kind": "cascade_mask_rcnn"}, "lean": {"rpn": True, "recompute": True}}}
@@ -68,8 +70,7 @@ def test_it_is_evaluated_and_reported(whole, capsys):
 
 
 def test_a_cascade_trains_in_bfloat16_from_coco_files(tmp_path):
-    data = {"source": "coco", "root": str(coco_folder(tmp_path / "data")), "train": "train", "valid": "val"}
-    data |= {"train_json": "annotations/train.json", "valid_json": "annotations/val.json", "buckets": [[96, 96]]}
+    data = {**coco_data(coco_folder(tmp_path / "data")), "buckets": [[96, 96]]}
     options = {"task": {**CASCADE["task"], "data": data}, "epochs": 1, "precision": "bfloat16"}
     options["schedule"] = {"warmup_steps": 1}
     assert train([recipe(tmp_path, **options)]) == 0
@@ -203,6 +204,33 @@ def test_predict_writes_pictures_and_cocos_json(whole, tmp_path, capsys):
     rows = next(out.glob("*.csv")).read_text().splitlines()
     assert rows[0].endswith("class,score,x,y,width,height")
     assert len(rows) == 1 + len(content["annotations"])
+    assert [its["id"] for its in content["categories"]] == [1, 2, 3]
+
+
+def test_category_ids_of_the_data_are_stored_and_predicted(tmp_path):
+    """Shapes with ids with holes, in another order than the names; weights of older runs have ids 1, 2, 3."""
+    root = coco_folder(tmp_path / "data")
+    ids = {1: 90, 2: 18, 3: 44}
+    for file in (root / "annotations").iterdir():
+        content = json.loads(file.read_text())
+        for its in content["categories"]:
+            its["id"] = ids[its["id"]]
+        for its in content["annotations"]:
+            its["category_id"] = ids[its["category_id"]]
+        file.write_text(json.dumps(content))
+    options = {"task": {"data": coco_data(root)}, "epochs": 1, "schedule": {"warmup_steps": 1}}
+    assert train([recipe(tmp_path, **options)]) == 0
+    for path in (tmp_path / "run", tmp_path / "run" / "model.safetensors"):
+        about = read_stored(path, None).about
+        assert json.loads(about["category_ids"]) == [18, 44, 90]
+        assert json.loads(about["classes"]) == ["rectangle", "triangle", "disc"]
+    out = tmp_path / "found"
+    assert main(["predict", str(tmp_path / "run"), str(root / "val" / "0.png"), f"--out={out}"]) == 0
+    content = json.loads((out / "predictions.json").read_text())
+    names = {90: "disc", 18: "rectangle", 44: "triangle"}
+    assert {its["id"]: its["name"] for its in content["categories"]} == names
+    task = Detection.trained(DetectionOptions("detection"), 0, {"classes": about["classes"]})
+    assert task.category_ids == [1, 2, 3]
 
 
 def test_other_classes_are_refused_at_the_start_and_by_eval(whole, tmp_path, capsys):
@@ -249,9 +277,7 @@ def test_truncated_images_end_a_run_or_are_counted(tmp_path, capsys):
     root = coco_folder(tmp_path / "data")
     path = root / "train" / "3.png"
     path.write_bytes(path.read_bytes()[:2000])
-    data = {"source": "coco", "root": str(root), "train": "train", "valid": "val"}
-    data |= {"train_json": "annotations/train.json", "valid_json": "annotations/val.json"}
-    options = {"task": {"data": data}, "epochs": 1, "schedule": {"warmup_steps": 1}}
+    options = {"task": {"data": coco_data(root)}, "epochs": 1, "schedule": {"warmup_steps": 1}}
     assert train([recipe(tmp_path, **options)]) == 1
     assert "image 3, 3.png, of " in capsys.readouterr().err
     assert train([recipe(tmp_path, **options), "--task.data.broken=1", f"--out={tmp_path / 'other'}"]) == 0
@@ -263,9 +289,7 @@ def test_truncated_images_are_left_out_of_evaluation_with_their_objects(tmp_path
     root = coco_folder(tmp_path / "data")
     path, file = root / "val" / "0.png", root / "annotations" / "val.json"
     path.write_bytes(path.read_bytes()[:2000])
-    data = {"source": "coco", "root": str(root), "train": "train", "valid": "val"}
-    data |= {"train_json": "annotations/train.json", "valid_json": "annotations/val.json"}
-    options = {"task": {"data": data}, "epochs": 1, "schedule": {"warmup_steps": 1}}
+    options = {"task": {"data": coco_data(root)}, "epochs": 1, "schedule": {"warmup_steps": 1}}
     out, content = tmp_path / "run", json.loads(file.read_text())
     objects = [its for its in content["annotations"] if its["image_id"] == 0]
     assert train([recipe(tmp_path, **options), "--task.data.broken=1"]) == 0
@@ -292,8 +316,6 @@ def test_a_mask_of_validation_that_is_none_is_refused_before_training(tmp_path, 
     image = content["images"][0]
     content["annotations"][0]["segmentation"] = {"size": [image["height"], image["width"]], "counts": "xyz"}
     file.write_text(json.dumps(content))
-    data = {"source": "coco", "root": str(root), "train": "train", "valid": "val"}
-    data |= {"train_json": "annotations/train.json", "valid_json": "annotations/val.json"}
-    assert train([recipe(tmp_path, task={"data": data})]) == 1
+    assert train([recipe(tmp_path, task={"data": coco_data(root)})]) == 1
     assert f"annotation 1 of {file}: its mask can't be decoded: " in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

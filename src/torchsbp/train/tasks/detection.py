@@ -152,8 +152,10 @@ class Detection(Task):
     told_of_sizes = False
     """SBP is on"""
 
-    def __init__(self, options: DetectionOptions, seed: int, names: list[str] | None = None) -> None:
-        """``names``: of the classes, if they are known without data."""
+    def __init__(
+        self, options: DetectionOptions, seed: int, names: list[str] | None = None, ids: list[int] | None = None
+    ) -> None:
+        """``names``: of the classes, if they are known without data; ``ids``: of the categories, 1, 2, … by default."""
         if options.lean.proposals < 1 and options.model.norm == "batch" and options.model.kind != "mask_rcnn":
             raise UsageError(
                 "task.lean.proposals samples them, whose batch statistics would differ; set task.model.norm=group"
@@ -162,14 +164,17 @@ class Detection(Task):
         self.workers, self.broken = options.data.workers, options.data.broken
         self.collate = partial(collate, buckets=options.data.buckets, multiple=options.data.multiple)
         super().__init__(options, seed)
-        self.names = self.train_objects.names if names is None else names
-        if names is None:
+        if names is not None:
+            self.names, self.category_ids = names, ids or [*range(1, 1 + len(names))]
+        else:
+            self.names, self.category_ids = self.train_objects.names, self.train_objects.category_ids
             self.check_classes()
             self.notes = (self.train_objects.notes, self.valid_objects.notes)
 
     @classmethod
     def trained(cls, options: Any, seed: int, about: Mapping[str, str]) -> "Detection":
-        return cls(options, seed, json.loads(about["classes"]) if "classes" in about else None)
+        names, ids = (json.loads(about.get(name, "null")) for name in ("classes", "category_ids"))
+        return cls(options, seed, names, ids)  # weights of older runs have no ids
 
     # Data
 
@@ -267,11 +272,12 @@ class Detection(Task):
         return Precision(self.valid_objects)
 
     def predictor(self) -> DetectionPredictor:
-        return DetectionPredictor(self.names, self.eval_transform(), self.collate, self.prepare)
+        categories = dict(zip(self.category_ids, self.names, strict=True))
+        return DetectionPredictor(categories, self.eval_transform(), self.collate, self.prepare)
 
     def weights_about(self) -> dict[str, str]:
-        """The classes' names, in the order of the model's outputs, without the background."""
-        return {"classes": json.dumps(self.names)}
+        """The classes' names in the order of the model's outputs, without the background; their ids in the data."""
+        return {"classes": json.dumps(self.names), "category_ids": json.dumps(self.category_ids)}
 
 
 def padding_of(batch: Batch) -> Tensor:
