@@ -8,16 +8,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from PIL import Image
 
 import torchsbp
 from torchsbp.cli.main import main
 from torchsbp.cli.recipe import parse
+from torchsbp.errors import CheckpointError
 from torchsbp.report import html, read
 from torchsbp.train.data.coco_check import check
 from torchsbp.train.detection.evaluate import NUMBERS
 from torchsbp.train.distributed import Processes, all_sum, processes
 from torchsbp.train.loop import Trainer
 from torchsbp.train.runs.stored import read_stored
+from torchsbp.train.runs.weights import read_weights
 from torchsbp.train.tasks.detection import Detection, DetectionOptions
 
 from .detection.runs import coco_data, coco_folder, recipe
@@ -207,6 +210,23 @@ def test_predict_writes_pictures_and_cocos_json(whole, tmp_path, capsys):
     assert [its["id"] for its in content["categories"]] == [1, 2, 3]
 
 
+def test_a_run_is_what_another_begins_from(whole, tmp_path):
+    """By its folder: its best checkpoint, or its last weights."""
+    for name, file in (("best", "checkpoints/best.pt"), ("last", "model.safetensors")):
+        folder = tmp_path / name
+        (folder / file).parent.mkdir(parents=True)
+        (folder / file).write_bytes((whole / file).read_bytes())
+        options = parse("train", [recipe(tmp_path), f"--task.model.weights={folder}"])
+        begun = Trainer(options, Processes(torch.device("cpu"))).model.state_dict()
+        weights = read_weights(whole / file)
+        body = [name for name in begun if name.startswith("backbone.body.")]
+        assert len(body) > 20
+        assert all(torch.equal(begun[name], weights[name]) for name in body)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"no checkpoint at .*empty/checkpoints/best\.pt"):
+        read_weights(tmp_path / "empty")
+
+
 def test_category_ids_of_the_data_are_stored_and_predicted(tmp_path):
     """Shapes with ids with holes, in another order than the names; weights of older runs have ids 1, 2, 3."""
     root = coco_folder(tmp_path / "data")
@@ -307,6 +327,21 @@ def test_truncated_images_are_left_out_of_evaluation_with_their_objects(tmp_path
     numbers = [name for name in without if name.startswith(("box_", "mask_"))]
     assert len(numbers) == 24
     assert [found[name] for name in numbers] == [valid[name] for name in numbers] == [without[name] for name in numbers]
+
+
+def test_an_image_that_would_vanish_is_named_before_training_and_by_predict(whole, tmp_path, capsys):
+    root = coco_folder(tmp_path / "data")
+    file = root / "annotations" / "val.json"
+    content = json.loads(file.read_text())
+    content["images"][2] |= {"width": 400, "height": 4}
+    file.write_text(json.dumps(content))
+    path = root / "val" / "2.png"
+    Image.new("RGB", (400, 4)).save(path)
+    reason = "4 × 400 pixels are too thin: with a longer side of 96 (task.augment.long) the shorter one would vanish"
+    assert train([recipe(tmp_path, task={"data": coco_data(root)})]) == 1
+    assert f"image 2, 2.png, of {file}: {reason}" in capsys.readouterr().err
+    assert main(["predict", str(whole), str(path), f"--out={tmp_path / 'found'}"]) == 1
+    assert f"{path}: {reason}" in capsys.readouterr().err
 
 
 def test_a_mask_of_validation_that_is_none_is_refused_before_training(tmp_path, capsys):

@@ -160,3 +160,20 @@ def test_objects_are_drawn():
     tinted = np.asarray(drawn(picture, [{**found, "segmentation": E.tools().mask.encode(mask)}], {1: "disc"}))
     assert tuple(tinted[25, 30]) == (234, 174, 127)
     assert Image.open(io.BytesIO(board([picture] * 4))).size == (1200, 2 * 267)
+
+
+@pytest.mark.parametrize("box", [[110, 2, 8, 8], [2, 2, 8, 8], [90, 78, 9, 1]])
+def test_labels_stay_in_the_picture(box):
+    """All of the text is seen: as much of its blue, which its ground has not, as elsewhere."""
+    picture = Image.new("RGB", (120, 80))
+    blue = []
+    for place in (box, [40, 40, 8, 8]):
+        found = drawn(picture, [{"bbox": place, "category_id": 1, "score": 0.9}], {1: "disc"})
+        blue.append(int(np.asarray(found)[:, :, 2].sum()))
+    assert blue[0] == blue[1] > 10_000
+
+
+def test_a_label_longer_than_the_picture_begins_at_its_left_edge():
+    picture = Image.new("RGB", (40, 40))
+    found = np.asarray(drawn(picture, [{"bbox": [30, 20, 5, 5], "category_id": 1, "score": 0.9}], {1: "disc" * 9}))
+    assert (found[9:22, 0] == (213, 94, 0)).all(1).any()

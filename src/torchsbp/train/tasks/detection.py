@@ -21,7 +21,16 @@ from ..data.order import TrainOrder
 from ..data.samples import Samples
 from ..data.shapes import shapes
 from ..detection.backbone import Backbone, body
-from ..detection.batches import Batch, CropBetween, GroupedOrder, Prepared, collate, turned
+from ..detection.batches import (
+    Batch,
+    CropBetween,
+    GroupedOrder,
+    Prepared,
+    ShortestSize,
+    check_shape,
+    collate,
+    turned,
+)
 from ..detection.evaluate import Precision, metrics
 from ..detection.heads import CASCADE, MASK_RCNN, Heads, HeadSpec
 from ..detection.model import Detector, compile_backbone, parameter_groups
@@ -52,7 +61,7 @@ class Model:
     pretrained: bool = False
     """timm's published weights (needs the internet)"""
     weights: Path | None = None
-    """the backbone begins from these: a checkpoint of ours, or weights of the same timm model as a classifier"""
+    """the backbone begins from these: a run's folder, a checkpoint of ours, or the same timm model as a classifier"""
     masks: bool = True
     """false: boxes alone"""
     width: int = field(default=256, metadata=COUNT)
@@ -191,14 +200,20 @@ class Detection(Task):
         if data.source == "shapes":
             return shapes(data.count if training else max(1, data.count // 4), training, masks)
         folder, file = (data.train, data.train_json) if training else (data.valid, data.valid_json)
-        return open_coco(data.root / file, data.root / folder, training, masks)
+        objects = open_coco(data.root / file, data.root / folder, training, masks)
+        for index, its in enumerate(objects.images):
+            try:
+                check_shape(its["height"], its["width"], self.options.augment.long)
+            except DataError as error:
+                raise DataError(f"{objects.where(index)}: {error}") from error
+        return objects
 
     @cached_property
     def train_data(self) -> Samples:
         augment = self.options.augment
-        size = v2.RandomShortestSize(augment.short, augment.long)
+        size = ShortestSize(augment.short, augment.long)
         if augment.crop:
-            first = v2.RandomShortestSize(augment.crop_short, augment.long)
+            first = ShortestSize(augment.crop_short, augment.long)
             size = v2.RandomChoice([size, v2.Compose([first, CropBetween(*augment.crop_sides), size])])
         transform = Prepared(v2.RandomHorizontalFlip(augment.hflip), size, v2.SanitizeBoundingBoxes())
         return Samples(self.train_objects, transform, self.seed, replace=self.broken > 0)
@@ -209,7 +224,7 @@ class Detection(Task):
 
     def eval_transform(self) -> Prepared:
         augment = self.options.augment
-        return Prepared(v2.RandomShortestSize([augment.eval_short], augment.long))
+        return Prepared(ShortestSize([augment.eval_short], augment.long))
 
     def check_classes(self) -> None:
         """Raise ``DataError`` if the validation data have others than the training data had."""
