@@ -386,7 +386,7 @@ def test_mixed_precision_channels_last_and_deterministic(tmp_path, precision):
 
 @pytest.mark.slow
 def test_compiled_training_equals_eager(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: self._compile("aot_eager"), raising=False)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, mode: self._compile("aot_eager"), raising=False)
     monkeypatch.setattr(
         torch.nn.Module,
         "_compile",
@@ -399,6 +399,14 @@ def test_compiled_training_equals_eager(tmp_path, monkeypatch):
     torch._dynamo.reset()
     for a, b in zip(lines(eager), lines(compiled), strict=True):
         assert a.get("loss", 0) == pytest.approx(b.get("loss", 0), rel=1e-3)
+
+
+@pytest.mark.parametrize("option, mode", [("true", None), ("reduce-overhead", "reduce-overhead")])
+def test_the_compiler_is_told_its_mode(tmp_path, monkeypatch, option, mode):
+    modes = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, mode: modes.append(mode))
+    code, _ = run(tmp_path, "--epochs=1", "--schedule.warmup_epochs=0", f"--compile={option}")
+    assert (code, modes) == (0, [mode])
 
 
 def test_replace_file_keeps_the_old_one_when_writing_fails(tmp_path):

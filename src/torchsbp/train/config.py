@@ -162,7 +162,8 @@ class Config:
     freeze: list[str] = field(default_factory=list)
     """what is not trained: names of parameters or modules, with * and ?, such as [patch_embed, blocks.0]"""
     precision: Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] = "bfloat16"
-    compile: bool = False
+    compile: bool | Literal["reduce-overhead", "max-autotune"] = False
+    """torch.compile, or its mode: "reduce-overhead" captures CUDA graphs, for steps that wait for the CPU"""
     channels_last: bool = False
     deterministic: bool = False
     """torch.use_deterministic_algorithms: the same bits on a GPU too, slower"""

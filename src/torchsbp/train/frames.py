@@ -31,6 +31,19 @@ def sampled_frames(
     )
 
 
+FOR_FRAMES = ("keep_ratio", "sampler", "per_sample", "seed")
+"""the fields of ``SBPConfig`` that choose frames; the others are about tokens"""
+
+
 def check_one_ratio(config: SBPConfig) -> None:
     if isinstance(config.keep_ratio, tuple | list):
         raise UsageError(f"sbp.keep_ratio={config.keep_ratio} varies over depth; frames have one ratio: a number")
+
+
+def check_frames_alone(config: SBPConfig, instead: str) -> None:
+    """Refuse what is about tokens; ``instead`` says what to do."""
+    check_one_ratio(config)
+    plain = SBPConfig.preset("default", **{name: getattr(config, name) for name in FOR_FRAMES})
+    others = [name for name, value in vars(config).items() if value != getattr(plain, name)]
+    if others:
+        raise UsageError(f"sbp.{others[0]} is about tokens within frames: {instead}, or leave it out")

@@ -53,7 +53,7 @@ class Learner:
             if self.ema is not None:
                 shard(self.ema.module, self.processes.device)
         if self.config.compile:
-            task.compile(self.model)
+            task.compile(self.model, None if self.config.compile is True else self.config.compile)
         return nn.parallel.DistributedDataParallel(self.model) if several and parallel == "ddp" else self.model
 
     def best_weights(self) -> dict[str, Any]:

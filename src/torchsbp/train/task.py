@@ -119,9 +119,9 @@ class Task:
         """Tell SBP which training forward comes: masks and keep-ratio follow that number."""
         torchsbp.set_step(model, number)
 
-    def compile(self, model: nn.Module) -> None:
-        """In place: the model, or the parts of it that can be."""
-        model.compile()
+    def compile(self, model: nn.Module, mode: str | None = None) -> None:
+        """In place, in a mode of ``torch.compile``: the model, or the parts of it that can be."""
+        model.compile(mode=mode)
 
     def parameters(self, model: nn.Module, optimizer: "Optimizer") -> Any:
         """What timm's ``create_optimizer_v2`` is given: the model, whose groups it makes, or groups of your own."""

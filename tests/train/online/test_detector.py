@@ -111,6 +111,8 @@ def test_a_frozen_encoder_gets_no_gradients():
     assert all(name.startswith("temporal.") for name in gradients(detector(WINDOW, frozen=True), video(2, 10)))
     with pytest.raises(UsageError, match=r"task.encoder.frozen leaves SBP nothing to do"):
         sampled(0.2, frozen=True)
+    with pytest.raises(UsageError, match=r"task.encoder.checkpoint does nothing for an encoder that is frozen"):
+        detector(WINDOW, frozen=True, checkpoint=True)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own look at features that come from the encoder

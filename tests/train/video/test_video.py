@@ -182,6 +182,36 @@ def test_frames_of_a_vit_get_gradients_by_step(tmp_path):
     torch.testing.assert_close(trainer.model(clips), trainer.model.eval()(clips))
 
 
+def test_options_for_tokens_are_refused_where_frames_are_sampled(tmp_path, capsys):
+    path = recipe_of(tmp_path, "vit_tiny_patch16_224", VIT, {"sampler": "frames", "attention": "qkv"})
+    assert train([path]) != 0
+    assert "sbp.attention is about tokens within frames: choose a sampler of positions" in capsys.readouterr().err
+
+
+def test_compiled_the_encoder_of_frames_is_read_once_for_each_number_of_them(tmp_path):
+    """Not once for each step; evaluation is not compiled, and sees as many frames at a time as it is told."""
+    path = recipe_of(tmp_path, "vit_tiny_patch16_224", VIT, {"sampler": "frames"})
+    trainer = Trainer(parse("train", [path, "--task.model.chunk=4"]), Processes(torch.device("cpu")))
+    graphs, seen, model = [], [], trainer.model.train()
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model.compile(backend=count)
+    for step in range(4):
+        trainer.task.set_step(model, step)
+        model(torch.rand(2, 3, 8, 32, 32)).sum().backward()
+    assert len(graphs) == 2  # 8 frames with gradients; 4 without, twice
+    forward = model.body.encoder.forward
+    model.body.encoder.forward = lambda frames: seen.append(len(frames)) or forward(frames)
+    with torch.no_grad():
+        model.eval()(torch.rand(2, 3, 8, 32, 32))
+    assert seen == [4, 4, 4, 4]
+    assert len(graphs) == 2
+
+
 def test_lists_of_videos_and_what_cannot_be_read(tmp_path):
     root = listed(tmp_path / "data")
     (root / "train 3.npy").write_bytes(b"broken")

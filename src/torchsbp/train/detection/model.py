@@ -73,8 +73,8 @@ def stage_group(place: "re.Match[str] | None", last: int) -> int:
     return (1, 2, 3 + block // 3, last)[stage]
 
 
-def compile_backbone(model: Detector, shapes: int) -> None:
+def compile_backbone(model: Detector, shapes: int, mode: str | None = None) -> None:
     """One graph for each of so many sizes of batches, in training and evaluation; the heads' sizes follow the data."""
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 2 * shapes)
-    model.backbone.compile(dynamic=False)
+    model.backbone.compile(dynamic=False, mode=mode)

@@ -14,12 +14,9 @@ from torchsbp import SBPConfig
 from ...errors import UsageError
 from ...ops.frames import in_chunks
 from ...sampling import samplers
-from ..frames import check_one_ratio, sampled_frames
+from ..frames import check_frames_alone, check_one_ratio, sampled_frames
 from .encoder import Encoder, FrameEncoder
 from .lstr import LSTR
-
-FOR_FRAMES = ("keep_ratio", "sampler", "per_sample", "seed")
-"""the fields of ``SBPConfig`` that choose frames; the others are about tokens"""
 
 
 @dataclass(frozen=True)
@@ -87,17 +84,12 @@ class OnlineDetector(nn.Module):
             raise UsageError(
                 "task.encoder.frozen leaves SBP nothing to do; set sbp.preset to none, or train the encoder"
             )
-        check_one_ratio(config)
         if self.config.tokens is not None:
+            check_one_ratio(config)
             tokens = replace(config, keep_ratio=self.config.tokens, sampler="grid")
             torchsbp.apply(self.encoder.body, config=tokens)
         else:
-            plain = SBPConfig.preset("default", **{name: getattr(config, name) for name in FOR_FRAMES})
-            others = [name for name, value in vars(config).items() if value != getattr(plain, name)]
-            if others:
-                raise UsageError(
-                    f"sbp.{others[0]} is about tokens within frames: set task.encoder.tokens, or leave it out"
-                )
+            check_frames_alone(config, "set task.encoder.tokens")
         # "grid", the default, is a pattern within frames: over time it would keep all of them.
         sampler = "frames" if config.sampler == "grid" else config.sampler
         if self.config.kept == "work":

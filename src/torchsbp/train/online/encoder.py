@@ -47,6 +47,11 @@ class Encoder:
     tokens: float | None = field(default=None, metadata=SHARE_ABOVE_0)
     """sbp: the keep-ratio of tokens within kept frames; without it all of them are kept"""
 
+    def __post_init__(self) -> None:
+        useless = [name for name in ("checkpoint", "warmup_epochs", "tokens") if getattr(self, name)]
+        if self.frozen and useless:
+            raise UsageError(f"task.encoder.{useless[0]} does nothing for an encoder that is frozen: leave it out")
+
 
 class FrameEncoder(nn.Module):
     """Frames ``[n, 3, H, W]`` of 8 bits to features ``[n, D]``.

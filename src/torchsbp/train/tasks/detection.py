@@ -267,9 +267,9 @@ class Detection(Task):
         super().apply_sbp(model, config)
         self.told_of_sizes = config.scale == "none"  # other scales weigh all positions alike, those of padding too
 
-    def compile(self, model: nn.Module) -> None:
+    def compile(self, model: nn.Module, mode: str | None = None) -> None:
         assert isinstance(model, Detector)
-        compile_backbone(model, len(turned(self.options.data.buckets)))
+        compile_backbone(model, len(turned(self.options.data.buckets)), mode)
 
     def parameters(self, model: nn.Module, optimizer: "Optimizer") -> Any:
         assert isinstance(model, Detector)

@@ -13,8 +13,9 @@ from torchvision.models.video.swin_transformer import SwinTransformer3d
 from torchsbp import SBPConfig
 
 from ...errors import UsageError
+from ...ops.frames import in_chunks
 from ..data.seeds import generators_kept
-from ..frames import check_one_ratio, sampled_frames
+from ..frames import check_frames_alone, sampled_frames
 from ..ranges import COUNT, NOT_NEGATIVE, SHARE_BELOW_1
 from ..runs.weights import check_fit, read_weights
 from .inflate import inflated
@@ -50,7 +51,7 @@ class Model:
     new_head: bool = False
     """leave the classifier out of weights, for other classes"""
     chunk: int = field(default=64, metadata=COUNT)
-    """of timm: frames that are seen at a time where no gradients are needed"""
+    """of timm: frames that are seen at a time where no gradients are needed, in evaluation too"""
 
 
 def is_video(name: str) -> bool:
@@ -68,6 +69,10 @@ class Classifier(nn.Module):
         nn.init.trunc_normal_(self.head.weight, std=0.02)
         nn.init.zeros_(self.head.bias)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """All of it; if the body sees single frames, that alone."""
+        (self.body.compile if isinstance(self.body, Frames) else super().compile)(*args, **kwargs)
+
     def forward(self, clips: Tensor) -> Tensor:
         return self.head(self.dropout(self.body(clips)))
 
@@ -82,14 +87,21 @@ class Frames(nn.Module):
         """of whole frames"""
         self.step = 0
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """The encoder alone: it is called for chunks of frames, by a mask that is another one in every step."""
+        self.encoder.compile(*args, **{"dynamic": False, **kwargs})
+
     def forward(self, clips: Tensor) -> Tensor:
         video = clips.transpose(1, 2)
-        if self.sampling is None or not (self.training and torch.is_grad_enabled()):
-            return self.encoder(video.flatten(0, 1)).unflatten(0, video.shape[:2]).mean(1)
-        return sampled_frames(self.encoder, video, self.sampling, self.step, self.chunk).mean(1)
+        if self.sampling is not None and self.training and torch.is_grad_enabled():
+            return sampled_frames(self.encoder, video, self.sampling, self.step, self.chunk).mean(1)
+        encode = self.encoder if self.training else self.encoder.forward  # not compiled: any number of frames
+        frames = video.flatten(0, 1)
+        found = encode(frames) if torch.is_grad_enabled() else in_chunks(encode, frames, self.chunk)
+        return found.unflatten(0, video.shape[:2]).mean(1)
 
     def sample(self, config: SBPConfig) -> None:
-        check_one_ratio(config)
+        check_frames_alone(config, "choose a sampler of positions, which samples tokens in every frame")
         self.sampling = config
 
 
