@@ -126,6 +126,17 @@ def test_nothing_found_is_zero_and_nothing_to_be_found_is_below():
     assert evaluator.sections()["Predictions"][:4] == b"\x89PNG"
 
 
+def test_an_object_of_id_0_is_found():
+    """pycocotools takes the 0 for "not found"."""
+    source = shapes(4, False, False)
+    for number, its in enumerate(source.content["annotations"]):
+        its["id"] = number
+    evaluator = E.Precision(source)
+    evaluator.seen = set(range(4))
+    evaluator.found = [{**its, "score": 0.9} for its in source.content["annotations"]]
+    assert evaluator.result()["box_ap"] == pytest.approx(100)
+
+
 def test_boxes_are_in_pixels_of_the_original():
     detections = {
         "boxes": torch.tensor([[10.0, 20, 30, 60]]), "labels": torch.tensor([2]), "scores": torch.tensor([0.75]),

@@ -120,8 +120,9 @@ class Objects:
 
     @cached_property
     def ground_truth(self) -> Any:
-        """For COCO's evaluation."""
-        return tools().COCO(self.content)
+        """For COCO's evaluation, to which an object of id 0 is never found: they are numbered anew, from 1."""
+        annotations = [{**its, "id": number} for number, its in enumerate(self.content["annotations"], 1)]
+        return tools().COCO({**self.content, "annotations": annotations})
 
 
 def cut(box: list[float], image: dict[str, Any]) -> Box:
