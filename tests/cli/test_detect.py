@@ -5,10 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from torchsbp.cli.detect import arguments
 from torchsbp.cli.main import main
+from torchsbp.cli.trained import opened
+from torchsbp.train.online.evaluation import score_video
 from torchsbp.train.online.picture import LEAST, peaks
+from torchsbp.train.tasks.online_action import eval_transform
 
 from ..train.runs import train
 from ..train.test_online_action import SMALL
@@ -33,6 +38,28 @@ def test_scores_over_time_and_a_picture(trained, tmp_path, capsys):
     assert np.array(record["scores"]).sum(1) == pytest.approx(np.ones(12))
     with Image.open(tmp_path / "found" / "grey.png") as picture:
         assert picture.size[0] > 1000
+
+
+@pytest.mark.parametrize("name", ["grey.npy", "grey"])
+def test_frames_as_they_are_trained_with(trained, tmp_path, name):
+    """An array or a folder of pictures, one moment each, in the order of their numbers."""
+    draw = np.random.default_rng(0)
+    frames = draw.integers(0, 256, (11, 32, 32, 3), dtype=np.uint8)
+    if name == "grey":
+        (tmp_path / name).mkdir()
+        for number, frame in enumerate(frames):
+            Image.fromarray(frame).save(tmp_path / name / f"{number}.png")
+    else:
+        np.save(tmp_path / name, frames)
+    out = tmp_path / "found"
+    assert main(["detect", str(trained), str(tmp_path / name), f"--out={out}", "--task.data.fps=3"]) == 0
+    record = json.loads((out / "grey.json").read_text())
+    assert record["times"] == [i / 3 for i in range(11)]
+    with opened(arguments().parse_args([str(trained), name]), "detect", []) as its:
+        clip = eval_transform(its.task.options.data)(torch.from_numpy(frames).permute(0, 3, 1, 2))
+        expected = score_video(its.model, clip)
+    np.testing.assert_allclose(record["scores"], expected, rtol=1e-4, atol=1e-6)
+    assert (out / "grey.png").exists()
 
 
 def test_it_needs_a_run_of_online_detection_and_a_video(trained, tmp_path, capsys):

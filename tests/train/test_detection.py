@@ -8,19 +8,23 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from PIL import Image
 
 import torchsbp
 from torchsbp.cli.main import main
 from torchsbp.cli.recipe import parse
 from torchsbp.cli.trained import without_training
-from torchsbp.errors import UsageError
+from torchsbp.errors import CheckpointError, UsageError
 from torchsbp.report import html, read
-from torchsbp.train.data.coco import check
+from torchsbp.train.data.coco_check import check
 from torchsbp.train.detection.evaluate import NUMBERS
 from torchsbp.train.distributed import Processes, all_sum, processes
 from torchsbp.train.loop import Trainer
+from torchsbp.train.runs.stored import read_stored
+from torchsbp.train.runs.weights import read_weights
+from torchsbp.train.tasks.detection import Detection, DetectionOptions
 
-from .detection.runs import coco_folder, recipe
+from .detection.runs import coco_data, coco_folder, recipe
 from .runs import evaluate, final, lines, same, stopped_at, train
 
 CASCADE = {"task": {"model": {"kind": "cascade_mask_rcnn"}, "lean": {"rpn": True, "recompute": True}}}
@@ -40,7 +44,10 @@ def test_it_trains_and_logs_every_loss_and_all_numbers(whole):
     assert names == {f"loss_{part}" for part in ("objectness", "proposals", "class", "box", "mask")}
     numbers = {f"{kind}_{number}" for kind in ("box", "mask") for number in NUMBERS}
     assert numbers < set(found[2])
-    assert found[0]["task"]["notes"] == ["shapes: 12 images; not trained with: nothing"]
+    assert found[0]["task"]["notes"] == [
+        "shapes: 12 images; not trained with: nothing",
+        "shapes: 3 images to evaluate with; of note: nothing",
+    ]
 
 
 def test_killed_and_resumed_it_ends_the_same(whole, tmp_path):
@@ -76,8 +83,7 @@ def test_runs_of_earlier_versions_are_evaluated(whole):
 
 
 def test_a_cascade_trains_in_bfloat16_from_coco_files(tmp_path):
-    data = {"source": "coco", "root": str(coco_folder(tmp_path / "data")), "train": "train", "valid": "val"}
-    data |= {"train_json": "annotations/train.json", "valid_json": "annotations/val.json", "buckets": [[96, 96]]}
+    data = {**coco_data(coco_folder(tmp_path / "data")), "buckets": [[96, 96]]}
     options = {"task": {**CASCADE["task"], "data": data}, "epochs": 1, "precision": "bfloat16"}
     options["schedule"] = {"warmup_steps": 1}
     assert train([recipe(tmp_path, **options)]) == 0
@@ -237,6 +243,50 @@ def test_predict_writes_pictures_and_cocos_json(whole, tmp_path, capsys):
     rows = next(out.glob("*.csv")).read_text().splitlines()
     assert rows[0].endswith("class,score,x,y,width,height")
     assert len(rows) == 1 + len(content["annotations"])
+    assert [its["id"] for its in content["categories"]] == [1, 2, 3]
+
+
+def test_a_run_is_what_another_begins_from(whole, tmp_path):
+    """By its folder: its best checkpoint, or its last weights."""
+    for name, file in (("best", "checkpoints/best.pt"), ("last", "model.safetensors")):
+        folder = tmp_path / name
+        (folder / file).parent.mkdir(parents=True)
+        (folder / file).write_bytes((whole / file).read_bytes())
+        options = parse("train", [recipe(tmp_path), f"--task.model.weights={folder}"])
+        begun = Trainer(options, Processes(torch.device("cpu"))).model.state_dict()
+        weights = read_weights(whole / file)
+        body = [name for name in begun if name.startswith("backbone.body.")]
+        assert len(body) > 20
+        assert all(torch.equal(begun[name], weights[name]) for name in body)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"no checkpoint at .*empty/checkpoints/best\.pt"):
+        read_weights(tmp_path / "empty")
+
+
+def test_category_ids_of_the_data_are_stored_and_predicted(tmp_path):
+    """Shapes with ids with holes, in another order than the names; weights of older runs have ids 1, 2, 3."""
+    root = coco_folder(tmp_path / "data")
+    ids = {1: 90, 2: 18, 3: 44}
+    for file in (root / "annotations").iterdir():
+        content = json.loads(file.read_text())
+        for its in content["categories"]:
+            its["id"] = ids[its["id"]]
+        for its in content["annotations"]:
+            its["category_id"] = ids[its["category_id"]]
+        file.write_text(json.dumps(content))
+    options = {"task": {"data": coco_data(root)}, "epochs": 1, "schedule": {"warmup_steps": 1}}
+    assert train([recipe(tmp_path, **options)]) == 0
+    for path in (tmp_path / "run", tmp_path / "run" / "model.safetensors"):
+        about = read_stored(path, None).about
+        assert json.loads(about["category_ids"]) == [18, 44, 90]
+        assert json.loads(about["classes"]) == ["rectangle", "triangle", "disc"]
+    out = tmp_path / "found"
+    assert main(["predict", str(tmp_path / "run"), str(root / "val" / "0.png"), f"--out={out}"]) == 0
+    content = json.loads((out / "predictions.json").read_text())
+    names = {90: "disc", 18: "rectangle", 44: "triangle"}
+    assert {its["id"]: its["name"] for its in content["categories"]} == names
+    task = Detection.trained(DetectionOptions("detection"), 0, {"classes": about["classes"]})
+    assert task.category_ids == [1, 2, 3]
 
 
 def test_other_classes_are_refused_at_the_start_and_by_eval(whole, tmp_path, capsys):
@@ -283,10 +333,60 @@ def test_truncated_images_end_a_run_or_are_counted(tmp_path, capsys):
     root = coco_folder(tmp_path / "data")
     path = root / "train" / "3.png"
     path.write_bytes(path.read_bytes()[:2000])
-    data = {"source": "coco", "root": str(root), "train": "train", "valid": "val"}
-    data |= {"train_json": "annotations/train.json", "valid_json": "annotations/val.json"}
-    options = {"task": {"data": data}, "epochs": 1, "schedule": {"warmup_steps": 1}}
+    options = {"task": {"data": coco_data(root)}, "epochs": 1, "schedule": {"warmup_steps": 1}}
     assert train([recipe(tmp_path, **options)]) == 1
     assert "image 3, 3.png, of " in capsys.readouterr().err
     assert train([recipe(tmp_path, **options), "--task.data.broken=1", f"--out={tmp_path / 'other'}"]) == 0
     assert "skipped, 1 of at most 1 (task.data.broken)" in capsys.readouterr().err
+
+
+def test_truncated_images_are_left_out_of_evaluation_with_their_objects(tmp_path, capsys):
+    """By train and by eval, whose numbers are those of data without them."""
+    root = coco_folder(tmp_path / "data")
+    path, file = root / "val" / "0.png", root / "annotations" / "val.json"
+    path.write_bytes(path.read_bytes()[:2000])
+    options = {"task": {"data": coco_data(root)}, "epochs": 1, "schedule": {"warmup_steps": 1}}
+    out, content = tmp_path / "run", json.loads(file.read_text())
+    objects = [its for its in content["annotations"] if its["image_id"] == 0]
+    assert train([recipe(tmp_path, **options), "--task.data.broken=1"]) == 0
+    assert f"image 0, 0.png, of {file} can't be read: " in capsys.readouterr().err
+    (valid,) = [line for line in lines(out) if line["kind"] == "valid"]
+    assert (valid["images_left_out"], valid["objects_left_out"], len(valid["broken"])) == (1, len(objects), 1)
+    assert "Samples that can&#x27;t be read" in html([read(out)], "Shapes")
+    assert evaluate([str(out)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    content["images"] = [its for its in content["images"] if its["id"] != 0]
+    content["annotations"] = [its for its in content["annotations"] if its["image_id"] != 0]
+    file.write_text(json.dumps(content))
+    assert evaluate([str(out)]) == 0
+    without = json.loads(capsys.readouterr().out)
+    numbers = [name for name in without if name.startswith(("box_", "mask_"))]
+    assert len(numbers) == 24
+    assert [found[name] for name in numbers] == [valid[name] for name in numbers] == [without[name] for name in numbers]
+
+
+def test_an_image_that_would_vanish_is_named_before_training_and_by_predict(whole, tmp_path, capsys):
+    root = coco_folder(tmp_path / "data")
+    file = root / "annotations" / "val.json"
+    content = json.loads(file.read_text())
+    content["images"][2] |= {"width": 400, "height": 4}
+    file.write_text(json.dumps(content))
+    path = root / "val" / "2.png"
+    Image.new("RGB", (400, 4)).save(path)
+    reason = "4 × 400 pixels are too thin: with a longer side of 96 (task.augment.long) the shorter one would vanish"
+    assert train([recipe(tmp_path, task={"data": coco_data(root)})]) == 1
+    assert f"image 2, 2.png, of {file}: {reason}" in capsys.readouterr().err
+    assert main(["predict", str(whole), str(path), f"--out={tmp_path / 'found'}"]) == 1
+    assert f"{path}: {reason}" in capsys.readouterr().err
+
+
+def test_a_mask_of_validation_that_is_none_is_refused_before_training(tmp_path, capsys):
+    root = coco_folder(tmp_path / "data")
+    file = root / "annotations" / "val.json"
+    content = json.loads(file.read_text())
+    image = content["images"][0]
+    content["annotations"][0]["segmentation"] = {"size": [image["height"], image["width"]], "counts": "xyz"}
+    file.write_text(json.dumps(content))
+    assert train([recipe(tmp_path, task={"data": coco_data(root)})]) == 1
+    assert f"annotation 1 of {file}: its mask can't be decoded: " in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

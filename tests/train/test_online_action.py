@@ -105,6 +105,15 @@ def test_thumos_s_layout_trains(tmp_path):
     assert lines(tmp_path / "run")[-2]["map"] > 0
 
 
+def test_without_any_action_metrics_are_0(tmp_path):
+    root = layout(tmp_path / "data", ["video_validation_0000051,Diving,26,3.0,3.0,0,0"])
+    targets(root)
+    options = [f"--task.data.root={root}", "--task.data.source=thumos", "--task.data.valid=train", "--epochs=1"]
+    assert train(["online", *SMALL, *options, "--schedule.warmup_epochs=0", f"--out={tmp_path / 'run'}"]) == 0
+    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert [lines(tmp_path / "run")[-2][name] for name in ("map", "tad", "tad_0.5")] == [0, 0, 0]
+
+
 @pytest.mark.parametrize("name", [name for name in recipes() if name.startswith("thumos/")])
 def test_published_settings(name):
     config = parse("train", [name])
@@ -248,13 +257,12 @@ def test_gradients_through_all_frames_are_the_full_ones(whole, monkeypatch, caps
 
 @pytest.mark.slow
 def test_sbp_learns_as_full_backprop_does_and_a_frozen_encoder_does_not(tmp_path):
-    """The recipe, shorter: two minutes on a CPU."""
+    """The recipe: three minutes on a CPU."""
     found = {}
     for name, options in {"sbp": [], "full": FULL, "frozen": [*FULL, "--task.encoder.frozen=true"]}.items():
         out = tmp_path / name
-        assert (
-            train(["online", "--epochs=10", "--log.progress=false", "--eval_every=10", *options, f"--out={out}"]) == 0
-        )
+        assert train(["online", "--log.progress=false", "--eval_every=14", *options, f"--out={out}"]) == 0
         found[name] = lines(out)[-2]["map"]
     assert min(found["sbp"], found["full"]) > 50
+    assert found["full"] - found["sbp"] < 3
     assert found["sbp"] > found["frozen"] + 10

@@ -86,6 +86,14 @@ def test_frames_and_segments_are_read(tmp_path):
     assert videos.segments(0) == [Segment(billiards, 1.0, 2.5), Segment(21, 4.0, 5.0)]
 
 
+def test_pictures_are_in_the_order_of_their_numbers(tmp_path):
+    root = layout(tmp_path)
+    for path in (root / "frames" / "video_validation_0000052").iterdir():
+        path.rename(path.with_name(f"{int(path.stem)}.jpg"))
+    targets(root)
+    assert Thumos(root, "train", 4.0).read(1, range(12)).float().mean((1, 2, 3)).tolist() == list(range(0, 240, 20))
+
+
 def test_a_second_split_leaves_the_first_as_it_is(tmp_path):
     root = layout(tmp_path, ROWS[:2])
     targets(root)
@@ -95,6 +103,70 @@ def test_a_second_split_leaves_the_first_as_it_is(tmp_path):
         assert [row["video"][-2:] for row in csv.DictReader(file)] == ["51", "51", "52", "52"]
     assert len(Thumos(root, "train", 4.0).segments(0)) == 2
     assert Thumos(root, "test", 4.0).videos == ["video_validation_0000052"]
+
+
+def snapshot(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "change, difference",
+    [
+        (lambda names: [names[1], names[0], *names[2:]], "BasketballDunk in line 1, {own} has BaseballPitch"),
+        (lambda names: [*names, "Skating"], "Skating in line 21, {own} has nothing"),
+        (lambda names: names[:-1], "nothing in line 20, {own} has VolleyballSpiking"),
+    ],
+)
+def test_other_classes_than_those_of_the_folder_are_refused(tmp_path, capsys, change, difference):
+    """Targets of the other split would be mislabelled."""
+    root = layout(tmp_path / "data")
+    targets(root)
+    capsys.readouterr()
+    before, own, other = snapshot(root), root / "classes.txt", tmp_path / "other.txt"
+    other.write_text("\n".join(THUMOS))
+    assert targets(root, f"--classes={other}") == 0
+    assert snapshot(root) == before
+    other.write_text("\n".join(change(THUMOS)))
+    assert targets(root, "--split=test", f"--classes={other}") == 2
+    assert capsys.readouterr().err.endswith(
+        f"--classes {other} has {difference.format(own=own)}: targets in {root} would have columns of two meanings. "
+        f"Leave --classes out, or remove {own} and make the targets of every split again\n"
+    )
+    assert snapshot(root) == before
+
+
+def test_names_of_columns_that_are_there_anyway_are_refused(tmp_path, capsys):
+    (tmp_path / "other.txt").write_text("Background\nDiving\nAmbiguous\n")
+    assert targets(layout(tmp_path / "data"), f"--classes={tmp_path / 'other.txt'}") == 1
+    assert "other.txt:1 is Background, which has a column anyway; name actions only\n" in capsys.readouterr().err
+
+
+def test_targets_say_how_many_frames_a_second_they_were_made_for(tmp_path, capsys):
+    root = layout(tmp_path)
+    assert targets(root, "--fps=2.5") == 0
+    assert (root / "fps.txt").read_text() == "2.5\n"
+    before, rate = snapshot(root), root / "fps.txt"
+    assert targets(root) == 0  # as before
+    assert snapshot(root) == before
+    assert Thumos(root, "train", 2.5).segments(0)[0].end == 2.5
+    capsys.readouterr()
+    assert targets(root, "--split=test", "--fps=4") == 2
+    again = f"remove {rate} and make the targets of every split again"
+    assert capsys.readouterr().err.endswith(
+        f"--fps 4.0 differs from {rate}, 2.5, which other targets in {root} were made for. "
+        f"Leave --fps out, or {again}\n"
+    )
+    with pytest.raises(DataError) as found:
+        Thumos(root, "train", 4.0)
+    assert str(found.value) == (
+        f"{rate}: targets were made for 2.5 frames a second, but task.data.fps is 4.0. "
+        f"Set task.data.fps=2.5, or {again}"
+    )
+    rate.write_text("four")
+    with pytest.raises(DataError, match=r"fps.txt can't be read \(could not .*; allowed: a number, frames a second"):
+        Thumos(root, "train", 4.0)
+    rate.unlink()
+    assert Thumos(root, "train", 4.0).counts == [40, 12]  # older folders don't say
 
 
 VIDEO = "video_validation_0000051"
@@ -124,6 +196,11 @@ def test_what_can_be_handled_is_counted(tmp_path, capsys, row, told, frames):
     "row, message",
     [
         (f"{VIDEO},Skating,5,1,2,0,0", "val.csv:6: unknown class 'Skating'; known: BaseballPitch, BasketballDunk"),
+        (
+            f"{VIDEO},Background,0,5,6,0,0",
+            "VolleyballSpiking, Ambiguous. Frames of no segment are background: leave the line out\n",
+        ),
+        (f"{VIDEO},Background,0,5,6,0,0", "val.csv:6: unknown class 'Background'; known: BaseballPitch, Basketball"),
         (f"{VIDEO},Diving,26,one,2,0,0", "val.csv:6: expected video, type, start, end, found"),
         (f"{VIDEO},Diving,26,nan,2,0,0", "val.csv:6: times must be finite numbers of seconds, found nan and 2"),
         ("video_test_1,Diving,26,1,2,0,0", "val.csv:6: no frames of video_test_1: neither"),
@@ -172,6 +249,23 @@ def test_broken_layouts_are_refused_with_the_line_of_the_list(tmp_path):
         Thumos(root, "train", 4.0)
     with pytest.raises(DataError, match=r"valid.txt can't be read .*: make it with torchsbp targets"):
         Thumos(root, "valid", 4.0)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (f"\n{VIDEO}\n\nanother\n", "train.txt:4: no frames of another: neither"),
+        (f"{VIDEO}\n\n{VIDEO}\n", f"train.txt:3 is {VIDEO}, as is line 1; remove one of them"),
+        ("\n\n", "train.txt is empty: make it with torchsbp targets"),
+    ],
+)
+def test_lists_are_refused_with_their_lines(tmp_path, text, message):
+    root = layout(tmp_path)
+    targets(root)
+    (root / "train.txt").write_text(text)
+    with pytest.raises(DataError) as found:
+        Thumos(root, "train", 4.0)
+    assert message in str(found.value)
 
 
 def test_windows_lie_within_their_video_and_short_ones_are_filled(tmp_path):

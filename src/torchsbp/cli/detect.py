@@ -13,8 +13,10 @@ SHOWN = 10
 
 
 def arguments() -> argparse.ArgumentParser:
-    result = parser("detect", "Find actions in a video file with trained weights of task online_action.")
-    result.add_argument("video", type=Path, metavar="VIDEO", help="a file; of length and size as it is")
+    result = parser("detect", "Find actions in a video with trained weights of task online_action.")
+    result.add_argument(
+        "video", type=Path, metavar="VIDEO", help="a file; or frames, task.data.fps a second: a .npy file, a folder"
+    )
     result.add_argument("--out", type=Path, default=Path("detections"), help="a folder (default: %(default)s)")
     return result
 
@@ -31,7 +33,7 @@ def run(argv: list[str]) -> None:
 
         if not isinstance(its.task, OnlineAction):
             raise UsageError(f"{own.run} is a run of task {its.config.task.name}; detect needs one of online_action")
-        video = open_video(own.video)
+        video = open_video(own.video, fps=its.task.options.data.fps)
         with autocast(its.config, its.processes.device):
             times, scores = its.task.follow(its.model, video)
         names = its.task.names[:-1]

@@ -1,10 +1,12 @@
 """``torchsbp frames VIDEO|FOLDER… --out ROOT/frames``: frames of video files, as arrays to train with."""
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 
+from ..errors import DataError, RunError, UsageError
+
 PURPOSE = "take frames from video files"
-SUFFIXES = (".avi", ".mkv", ".mov", ".mp4", ".webm")
 PIECE = 64
 """frames that are read together"""
 
@@ -14,7 +16,7 @@ def arguments() -> argparse.ArgumentParser:
         prog="torchsbp frames",
         description="Writes OUT/VIDEO.npy, [frames, height, width, 3] of 8 bits, for every video that has none yet.",
     )
-    result.add_argument("videos", nargs="+", type=Path, metavar="VIDEO|FOLDER", help=f"files, folders of {SUFFIXES}")
+    result.add_argument("videos", nargs="+", type=Path, metavar="VIDEO|FOLDER", help="files, folders of them")
     result.add_argument("--out", type=Path, required=True, help="a folder")
     result.add_argument("--fps", type=float, default=4.0, help="frames a second (default: 4)")
     result.add_argument("--short", type=int, default=256, help="the short side, in pixels (default: 256)")
@@ -23,27 +25,51 @@ def arguments() -> argparse.ArgumentParser:
 
 def run(argv: list[str]) -> None:
     own = arguments().parse_args(argv)
-    from ..errors import DataError, RunError, UsageError
-
     if not 0 < own.fps < 1000 or own.short < 1:
         raise UsageError(f"--fps {own.fps} --short {own.short}; allowed: numbers above 0, fps below 1000")
-    paths = [path for given in own.videos for path in (found(given) if given.is_dir() else [given])]
+    videos = named(path for given in own.videos for path in found(given))
     own.out.mkdir(parents=True, exist_ok=True)
     unread = []
-    for path in paths:
-        target = own.out / f"{path.stem}.npy"
+    for name, path in videos.items():
+        target = own.out / f"{name}.npy"
         if target.exists():
+            print(f"{target} is there already")
             continue
         try:
             print(f"{target}: {extract(path, target, own.fps, own.short)} frames", flush=True)
         except DataError as error:
             unread.append(str(error))
     if unread:
-        raise RunError("\n".join([f"{len(unread)} of {len(paths)} videos can't be read:", *unread]))
+        raise RunError("\n".join([f"{len(unread)} of {len(videos)} videos can't be read:", *unread]))
 
 
-def found(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+def found(given: Path) -> list[Path]:
+    """Video files: that one, or those of a folder."""
+    from ..train.data.videos import FILES
+
+    if given.suffix == ".npy":
+        raise UsageError(f"{given} holds frames already, not a video; put it into ROOT/frames as it is")
+    if not given.is_dir():
+        return [given]
+    paths = sorted(path for path in given.rglob("*") if path.suffix.lower() in FILES)
+    if not paths:
+        raise UsageError(
+            f"no video files in {given}; allowed: {', '.join(FILES)}. A folder of pictures holds frames already: put "
+            "it into ROOT/frames as it is"
+        )
+    return paths
+
+
+def named(paths: Iterable[Path]) -> dict[str, Path]:
+    """Videos by the names of their frames, which no two may share."""
+    result: dict[str, Path] = {}
+    for path in paths:
+        other = result.setdefault(path.stem, path)
+        if other.resolve() != path.resolve():
+            raise UsageError(
+                f"{other} and {path} would both be {path.stem}.npy; rename one, or take it with another --out"
+            )
+    return result
 
 
 def extract(path: Path, target: Path, fps: float, short: int) -> int:
@@ -54,7 +80,7 @@ def extract(path: Path, target: Path, fps: float, short: int) -> int:
     from ..train.data.videos import open_video
 
     video = open_video(path)
-    times = np.arange(0, max(video.seconds, 1e-3), 1 / fps).tolist()
+    times = video.moments(fps)
     partial, array = target.with_suffix(".partial"), None
     for begin in range(0, len(times), PIECE):
         frames = resize(video.frames_at(times[begin : begin + PIECE]), [short], antialias=True).permute(0, 2, 3, 1)

@@ -79,9 +79,13 @@ def refuse_batch_norm(encoder: Callable[[Tensor], Tensor]) -> None:
     """Batch statistics of kept and dropped frames differ, so the split would change the forward pass."""
     if not isinstance(encoder, nn.Module):
         return
-    for name, module in encoder.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-            raise UsageError(
-                f"{name or 'the encoder'} is a batch norm in training mode: its statistics would differ between kept "
-                "and dropped frames. Freeze it with .eval(), or replace it by a norm that does not look across frames."
-            )
+    kind = nn.modules.batchnorm._BatchNorm
+    norms = [name for name, module in encoder.named_modules() if isinstance(module, kind) and module.training]
+    if norms:
+        ends = [name if end.isdecimal() else end for name in norms for end in [name.rpartition(".")[2]]]
+        patterns = ", ".join(f'"*.{end}"' for end in dict.fromkeys(ends))
+        raise UsageError(
+            f"{norms[0] or 'the encoder'} is a batch norm in training mode: its statistics would differ between kept "
+            f"and dropped frames. Freeze it with .eval() (torchsbp train: --freeze '[{patterns}]'), or replace it by a "
+            "norm that does not look across frames."
+        )

@@ -40,6 +40,12 @@ def recipe(folder: Path, **changes: Any) -> str:
     return str(path)
 
 
+def coco_data(root: Path) -> dict[str, Any]:
+    """Options for shapes in that folder."""
+    parts = {"train": "train", "train_json": "annotations/train.json", "valid": "val"}
+    return {"source": "coco", "root": str(root), **parts, "valid_json": "annotations/val.json"}
+
+
 def coco_folder(root: Path, count: int = 8) -> Path:
     """Shapes in COCO's layout."""
     (root / "annotations").mkdir(parents=True)

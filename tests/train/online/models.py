@@ -1,5 +1,6 @@
 """Tiny detectors."""
 
+import timm
 import torch
 from torch import Tensor, nn
 
@@ -17,9 +18,20 @@ def detector(window: Window, **config) -> OnlineDetector:
     torch.manual_seed(0)
     body = nn.Sequential(nn.Conv2d(3, 6, 3), nn.GELU(), nn.BatchNorm2d(6), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     body[2].running_mean.normal_(), body[2].running_var.uniform_(0.5, 2)
+    return around(body, 6, window, **config)
+
+
+def detector_of_tokens(window: Window, **config) -> OnlineDetector:
+    """The same with a ViT, 36 tokens a frame."""
+    torch.manual_seed(0)
+    sizes = {"img_size": 6, "patch_size": 1, "embed_dim": 12, "depth": 3, "num_heads": 2}
+    return around(timm.create_model("vit_tiny_patch16_224", num_classes=0, **sizes), 12, window, **config)
+
+
+def around(body: nn.Module, width: int, window: Window, **config) -> OnlineDetector:
     encoder = Encoder(chunk=3, **config)
     frames = FrameEncoder(body, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), encoder.frozen)
-    return OnlineDetector(frames, LSTR(6, CLASSES, window, SIZES), encoder).double()
+    return OnlineDetector(frames, LSTR(width, CLASSES, window, SIZES), encoder).double()
 
 
 def video(*shape: int) -> Tensor:

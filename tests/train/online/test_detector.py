@@ -9,10 +9,11 @@ from torch import Tensor
 from torchsbp import SBPConfig
 from torchsbp.errors import UsageError
 from torchsbp.ops.reference import gate
+from torchsbp.patching.check import install_gates
 from torchsbp.train.data.window import Window
 from torchsbp.train.online.detector import OnlineDetector, WorkFirst
 
-from .models import detector, video
+from .models import detector, detector_of_tokens, video
 
 WINDOW = Window(long=6, long_rate=1, work=4)
 EMPTY = torch.tensor([[True, True, False, False, False, False], [False] * 6])
@@ -64,6 +65,36 @@ def test_the_temporal_model_s_gradients_are_exact_and_the_encoder_s_those_of_kep
             torch.testing.assert_close(found[name], exact[name], rtol=1e-10, atol=1e-12)
         else:
             assert not torch.allclose(found[name], exact[name])
+
+
+@pytest.mark.parametrize("kept", ["window", "work"])
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_tokens_within_kept_frames_get_the_gradients_of_the_oracle(per_sample, kept):
+    clip = video(2, 10)
+    model, oracle = (detector_of_tokens(WINDOW, tokens=0.5, kept=kept) for _ in range(2))
+    plain = copy.deepcopy(oracle.encoder)
+    model.apply_sbp(SBPConfig(keep_ratio=0.2, seed=3, per_sample=per_sample))
+    model.set_step(5)
+    entering: list[Tensor] = []
+    model.encoder.register_forward_pre_hook(lambda _, args: entering.append(args[0]))
+    found = gradients(model, clip)
+    same = (clip.flatten(0, 1)[:, None] == entering[-1]).flatten(2).all(2)  # kept frames enter after the others
+    rows = same.nonzero()[same.nonzero()[:, 1].argsort(), 0]
+    assert (rows // 10).tolist() == [0, 0, 1, 1]
+    install_gates(oracle.encoder.body, model.encoder.body)
+
+    def encode(video: Tensor) -> Tensor:
+        with torch.no_grad():
+            features = plain(video.flatten(0, 1))
+        return features.index_put((rows,), oracle.encoder(video.flatten(0, 1)[rows])).unflatten(0, video.shape[:2])
+
+    oracle.encode = encode
+    expected = gradients(oracle, clip)
+    assert found.keys() == expected.keys()
+    for name in found:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-10, atol=1e-12)
+    exact = gradients(detector_of_tokens(WINDOW), clip)
+    assert all(torch.allclose(found[name], exact[name], rtol=1e-10) == name.startswith("temporal.") for name in found)
 
 
 def test_forward_is_that_of_full_backprop():

@@ -106,6 +106,11 @@ def test_perfect_detections():
     assert detection_map(found, truth, [1]) == dict.fromkeys(OVERLAPS, 100.0)
 
 
+def test_without_annotations_it_is_0():
+    """As the mAP of frames is: no NaN, which JSON does not have."""
+    assert detection_map({"a": [Found(1, 0, 5, 0.9)]}, {"a": []}, [1]) == dict.fromkeys(OVERLAPS, 0.0)
+
+
 def test_per_frame_precision_by_hand():
     """Background and ambiguous frames as the published protocol has them."""
     targets = np.eye(4)[[0, 1, 1, 2, 3, 0]]  # background, two actions, ambiguous

@@ -2,7 +2,9 @@
 
 import csv
 import json
+import re
 from pathlib import Path
+from shutil import rmtree
 
 import numpy as np
 import pytest
@@ -13,7 +15,9 @@ from torchvision.models.video.swin_transformer import SwinTransformer3d
 
 import torchsbp
 from torchsbp.cli.recipe import parse
+from torchsbp.errors import DataError
 from torchsbp.report import html, read
+from torchsbp.train.data.lists import Epic, Listed
 from torchsbp.train.distributed import Processes
 from torchsbp.train.loop import Trainer
 from torchsbp.train.video.model import Model, make_model
@@ -264,6 +268,39 @@ def epic(root: Path) -> Path:
     with (root / "labels.csv").open("w", newline="") as file:
         csv.writer(file).writerows([columns, *rows])
     return root
+
+
+def test_a_class_without_a_name_is_refused_with_its_line(tmp_path):
+    root = listed(tmp_path / "data")
+    (root / "bad.txt").write_text("\ntrain 0.npy 7\n\ntrain 1.npy 8\n")
+    with pytest.raises(DataError) as found:
+        Listed(root, "bad.txt")
+    assert str(found.value) == f"{root / 'bad.txt'}:4 has class 8; 8 have names: 0 to 7"
+    root = epic(tmp_path / "epic")
+    path = root / "labels.csv"
+    path.write_text(path.read_text().replace("P26_01,20,40,1,0", "P26_01,20,40,1,3"))
+    with pytest.raises(DataError) as found:
+        Epic(root, "labels.csv", ["P01"], training=True)
+    assert str(found.value) == f"{path}:5 has noun 3; 3 have names: 0 to 2"
+
+
+def test_arrays_of_epic_kitchens_are_found(tmp_path):
+    root = epic(tmp_path / "data")
+    rmtree(root / "P01" / "P01_01")
+    np.save(root / "P01" / "P01_01.npy", np.arange(24, dtype=np.uint8)[:, None, None, None].repeat(3, 3))
+    videos = Epic(root, "labels.csv", ["P26"], training=True)
+    with videos.open(0) as video:
+        assert video.read([0, 19]).flatten(1)[:, 0].tolist() == [2, 21]  # frames 3 to 22, counted from 1
+
+
+def test_batch_norms_under_sampled_frames_are_refused_with_the_option_that_freezes_them(tmp_path, capsys):
+    path = recipe_of(tmp_path, "resnet18", {}, {"sampler": "frames"})
+    assert train([path]) == 2
+    told = capsys.readouterr().err
+    assert "bn1 is a batch norm in training mode" in told
+    (frozen,) = re.findall(r"torchsbp train: --freeze '(.*?)'\)", told)
+    assert json.loads(frozen)[:3] == ["*.bn1", "*.bn2", "*.layer2.0.downsample.1"]
+    assert train([path, f"--freeze={frozen}", f"--out={tmp_path / 'frozen'}"]) == 0
 
 
 def test_epic_kitchens_has_two_heads(tmp_path):

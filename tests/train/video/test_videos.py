@@ -99,6 +99,25 @@ def test_pictures_and_arrays(tmp_path):
             assert np.array_equal(video.read([11, 0, 0]).numpy(), [picture(11), picture(0), picture(0)])
 
 
+def test_pictures_are_in_the_order_of_their_numbers(tmp_path):
+    names = ["1.png", "2.png", "10.png", "11.png", "100.png", "b2_9.png", "b2_10.png", "b10_1.png"]
+    for number, name in enumerate(names):
+        Image.fromarray(picture(number)).save(tmp_path / name)
+    with open_video(tmp_path) as video:
+        assert np.array_equal(video.read(range(8)).numpy(), [picture(number) for number in range(8)])
+
+
+@pytest.mark.parametrize("fps", [3, 10, 29.97])
+def test_moments_of_frames_are_as_many_as_frames(tmp_path, fps):
+    np.save(tmp_path / "clip.npy", np.stack([picture(number) for number in range(55)]))
+    with open_video(tmp_path / "clip.npy", fps=fps) as video:
+        assert video.seconds == 55 / fps
+        times = video.moments(fps)
+        assert times == [number / fps for number in range(55)]
+        assert torch.equal(video.frames_at(times), video.read(range(55)).permute(0, 3, 1, 2))
+        assert torch.equal(video.frames_at([0.9 / fps, 99.0]), video.read([0, 54]).permute(0, 3, 1, 2))
+
+
 def test_what_cannot_be_read_is_said_with_its_file(tmp_path):
     broken = tmp_path / "broken.mp4"
     broken.write_bytes(b"not a video at all")

@@ -104,11 +104,12 @@ def segments_of(
     found: Sequence[Annotation], names: Sequence[str], seconds: float, counts: Counter[str]
 ) -> list[Segment]:
     """Of one video, within its length, in the order of time; what is clipped or left out is counted."""
-    numbers = {name: number for number, name in enumerate(names)}
+    numbers = {name: number for number, name in enumerate(names) if name != BACKGROUND}
     result = []
     for its in found:
         if its.name not in numbers:
-            raise DataError(f"{its.where}: unknown class {its.name!r}; known: {', '.join(names[1:])}")
+            hint = ". Frames of no segment are background: leave the line out" if its.name == BACKGROUND else ""
+            raise DataError(f"{its.where}: unknown class {its.name!r}; known: {', '.join(names[1:])}{hint}")
         start, end = max(its.start, 0.0), min(its.end, seconds)
         if its.start >= its.end:
             counts["empty, left out"] += 1

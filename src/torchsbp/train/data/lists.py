@@ -4,11 +4,11 @@ ROOT/train.txt, val.txt        path class, one video a line; a path is a video f
 ROOT/classes.txt               names of the classes, one a line; without it they are called by their numbers
 
 ROOT/EPIC_train_action_labels.csv, EPIC_verb_classes.csv, EPIC_noun_classes.csv     as published
-ROOT/P01/P01_01.MP4            videos, or folders of frames P01/P01_01/; P01/ may be left out
+ROOT/P01/P01_01.MP4            videos, or P01/P01_01.npy, or folders of frames P01/P01_01/; P01/ may be left out
 """
 
 import csv
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -30,11 +30,11 @@ class Listed(Clips):
 
     def __init__(self, root: Path, part: str) -> None:
         self.root, self.list = root, root / part
-        found = [self.parsed(number, line) for number, line in enumerate(lines(self.list), 1)]
-        self.paths, self.labels = [path for path, _ in found], [(label,) for _, label in found]
+        found = {number: self.parsed(number, line) for number, line in numbered(self.list)}
+        self.paths, self.labels = [path for path, _ in found.values()], [(label,) for _, label in found.values()]
         named = (root / CLASSES).is_file()
         self.names = [lines(root / CLASSES) if named else [str(n) for n in range(max(self.labels)[0] + 1)]]
-        check_labels(self, self.list)
+        check_labels(self, self.list, found)
         check_there(self.list, [root / path for path in self.paths[:LOOKED_AT]])
 
     def parsed(self, number: int, line: str) -> tuple[str, int]:
@@ -64,7 +64,8 @@ class Epic(Clips):
         self.rows: list[tuple[str, str, int, int]] = []
         """participant, video, first frame, frame after the last"""
         self.labels: list[tuple[int, int]] = []
-        for number, row in enumerate(records(self.file), 2):
+        found: list[int] = []
+        for number, row in records(self.file):
             try:
                 participant, video = row["participant_id"], row["video_id"]
                 begin, end = int(row["start_frame"]) - 1, int(row["stop_frame"])  # theirs count from 1
@@ -74,9 +75,10 @@ class Epic(Clips):
             if (participant in held_out) != training:
                 self.rows.append((participant, video, begin, end))
                 self.labels.append(labels)
+                found.append(number)
         if not self.rows:
             raise DataError(f"{self.file} has no actions {'but' if training else 'of'} those of {sorted(held_out)}")
-        check_labels(self, self.file)
+        check_labels(self, self.file, found)
         check_there(self.file, [self.found(*row[:2]) for row in self.rows[:LOOKED_AT]])
 
     def title(self, index: int) -> str:
@@ -90,7 +92,7 @@ class Epic(Clips):
     def found(self, participant: str, video: str) -> Path:
         """Where the video is, or where it would be."""
         places = (self.root / participant / video, self.root / video)
-        suffixes = ("", *(suffix for known in FILES for suffix in (known, known.upper())))
+        suffixes = ("", *(suffix for known in FILES for suffix in (known, known.upper())), ".npy")
         paths = (place.with_name(place.name + suffix) for place in places for suffix in suffixes)
         return next((path for path in paths if path.exists()), places[0])
 
@@ -116,8 +118,14 @@ class Part(Video):
 
 def lines(path: Path) -> list[str]:
     """Those that are not empty."""
+    return [line for _, line in numbered(path)]
+
+
+def numbered(path: Path) -> list[tuple[int, str]]:
+    """The same with their numbers, from 1."""
     try:
-        found = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+        every = enumerate(path.read_text().splitlines(), 1)
+        found = [(number, line.strip()) for number, line in every if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} can't be read: {error}") from error
     if not found:
@@ -125,23 +133,28 @@ def lines(path: Path) -> list[str]:
     return found
 
 
-def records(path: Path) -> Iterator[dict[str, str]]:
-    yield from csv.DictReader(lines(path))
+def records(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Rows of a table, and the numbers of their lines."""
+    found = numbered(path)
+    reader = csv.DictReader(line for _, line in found)
+    for row in reader:
+        yield found[reader.line_num - 1][0], row
 
 
 def named(path: Path) -> list[str]:
     """Keys of classes, in the order of the file."""
     try:
-        return [row["class_key"] for row in records(path)]
+        return [row["class_key"] for _, row in records(path)]
     except KeyError as error:
         raise DataError(f"{path} has no column {error}; allowed: the file as it was published") from error
 
 
-def check_labels(clips: Clips, file: Path) -> None:
-    for number, (head, names) in enumerate(zip(clips.heads, clips.names, strict=True)):
-        most = max(labels[number] for labels in clips.labels)
-        if most >= len(names):
-            raise DataError(f"{file} has {head} {most}, but only {len(names)} have names, counted from 0")
+def check_labels(clips: Clips, file: Path, found: Iterable[int]) -> None:
+    """``found``: the lines of the labels."""
+    for line, labels in zip(found, clips.labels, strict=True):
+        for head, label, names in zip(clips.heads, labels, clips.names, strict=True):
+            if not 0 <= label < len(names):
+                raise DataError(f"{file}:{line} has {head} {label}; {len(names)} have names: 0 to {len(names) - 1}")
 
 
 def check_there(file: Path, paths: Sequence[Path]) -> None:

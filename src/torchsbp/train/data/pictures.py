@@ -9,11 +9,16 @@
 - above Pillow's limit of pixels, which guards against files that unpack to fill the memory: refused
 """
 
+import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 from PIL import Image
 
+FRAMES = (".jpeg", ".jpg", ".png")
+"""pictures that are frames of a video"""
 ORIENTATION = 0x0112
 TURNED = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -27,6 +32,17 @@ TURNED = {
 """EXIF's orientations, and what undoes them"""
 WHITE_16 = 65535
 WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
+
+
+def frames_in(folder: Path) -> list[Path]:
+    """Pictures of a folder, in the order of the numbers in their names: 2.jpg is before 10.jpg."""
+    return sorted((its for its in folder.glob("*") if its.suffix.lower() in FRAMES), key=place)
+
+
+def place(path: Path) -> tuple[Sequence[str | int], str]:
+    """Texts and numbers of a name, by turns; names that differ only in zeros before a number as text."""
+    parts = re.split(r"(\d+)", path.stem)
+    return [int(part) if number % 2 else part for number, part in enumerate(parts)], path.name
 
 
 def read_picture(file: IO[bytes], mode: str) -> Image.Image:

@@ -3,6 +3,7 @@
     ROOT/frames/VIDEO.npy             [frames, height, width, 3] of 8 bits, or a folder ROOT/frames/VIDEO/*.jpg
     ROOT/target_perframe/VIDEO.npy    [frames, columns] of zeros and ones
     ROOT/classes.txt                  names of actions; columns are background, these, ambiguous
+    ROOT/fps.txt                      frames a second that the targets were made for
     ROOT/segments.csv                 video, type, start, end: the same in seconds, for temporal detection
     ROOT/train.txt, test.txt          names of videos
 
@@ -12,19 +13,21 @@
 import csv
 from collections import Counter
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import DataError
-from .actions import Segment
+from ...errors import DataError, UsageError
+from .actions import AMBIGUOUS, BACKGROUND, Segment
 from .annotations import COLUMNS, THUMOS, Annotation, columns, read_annotations, segments_of, targets_of
-from .pictures import read_picture
+from .pictures import frames_in, read_picture
 
-FRAMES, TARGETS, CLASSES, SEGMENTS = "frames", "target_perframe", "classes.txt", "segments.csv"
-PICTURES = (".jpg", ".jpeg", ".png")
+FRAMES, TARGETS, CLASSES, RATE, SEGMENTS = "frames", "target_perframe", "classes.txt", "fps.txt", "segments.csv"
+FPS = 4.0
+"""of THUMOS'14, as published"""
 
 
 class Thumos:
@@ -32,9 +35,16 @@ class Thumos:
 
     def __init__(self, root: Path, part: str, fps: float) -> None:
         self.root, self.fps = root, fps
-        self.names = columns(read_lines(root / CLASSES))
+        self.names = columns(read_classes(root / CLASSES))
+        made_for = read_rate(root)
+        if made_for not in (None, fps):
+            raise DataError(
+                f"{root / RATE}: targets were made for {made_for} frames a second, but task.data.fps is {fps}. Set "
+                f"task.data.fps={made_for}, or remove {root / RATE} and make the targets of every split again"
+            )
         self.list = root / f"{part}.txt"
-        self.videos = read_lines(self.list)
+        self.lines = read_lines(self.list)
+        self.videos = list(self.lines)
         self.frames = [Frames(root / FRAMES, name, self.at(number)) for number, name in enumerate(self.videos)]
         self.counts = [len(frames) for frames in self.frames]
         self.labels = [self.read_targets(number) for number in range(len(self.videos))]
@@ -46,7 +56,7 @@ class Thumos:
         self.by_video = by_video
 
     def at(self, video: int) -> str:
-        return f"{self.list}:{video + 1}"
+        return f"{self.list}:{self.lines[self.videos[video]]}"
 
     def title(self, video: int) -> str:
         return self.videos[video]
@@ -77,7 +87,7 @@ class Thumos:
 
 
 class Frames:
-    """Of one video: an array in a file, which is read where it is needed, or pictures in a folder, by their names."""
+    """Of one video: an array in a file, which is read where it is needed, or pictures in a folder."""
 
     def __init__(self, folder: Path, name: str, listed: str) -> None:
         self.path = folder / f"{name}.npy"
@@ -93,7 +103,7 @@ class Frames:
             self.count = len(array)
         else:
             self.path = folder / name
-            self.pictures = sorted(its for its in self.path.glob("*") if its.suffix.lower() in PICTURES)
+            self.pictures = frames_in(self.path)
             self.count = len(self.pictures)
         if self.count == 0:
             place = folder / name
@@ -117,21 +127,74 @@ class Frames:
             return np.asarray(read_picture(file, "RGB"))
 
 
-def read_lines(path: Path) -> list[str]:
-    """Not empty ones; an error if one is there twice."""
+def read_lines(path: Path) -> dict[str, int]:
+    """Those that are not empty, and their numbers; an error if one is there twice."""
+    lines: dict[str, int] = {}
     try:
-        lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+        for number, line in enumerate(map(str.strip, path.read_text().splitlines()), 1):
+            if line in lines:
+                raise DataError(f"{path}:{number} is {line}, as is line {lines[line]}; remove one of them")
+            if line:
+                lines[line] = number
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} can't be read ({error}): make it with torchsbp targets") from error
-    repeated = [name for name, count in Counter(lines).items() if count > 1]
-    if repeated or not lines:
-        raise DataError(f"{path} {f'has {repeated[0]} twice' if repeated else 'is empty'}")
+    if not lines:
+        raise DataError(f"{path} is empty: make it with torchsbp targets")
     return lines
 
 
-def prepare(source: Path, root: Path, split: str, fps: float, classes: Path | None, skip_missing: bool) -> Counter[str]:
+def read_classes(path: Path) -> list[str]:
+    """Names of actions."""
+    lines = read_lines(path)
+    for name in (BACKGROUND, AMBIGUOUS):
+        if name in lines:
+            raise DataError(f"{path}:{lines[name]} is {name}, which has a column anyway; name actions only")
+    return list(lines)
+
+
+def read_rate(root: Path) -> float | None:
+    """Frames a second that targets were made for; folders of older versions don't say."""
+    path = root / RATE
+    if not path.exists():
+        return None
+    try:
+        return float(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} can't be read ({error}); allowed: a number, frames a second") from error
+
+
+def actions_of(root: Path, given: Path | None) -> list[str]:
+    """Names as they are given, as the folder has them, or THUMOS's. Targets of a folder have one meaning."""
+    own = root / CLASSES
+    known = read_classes(own) if own.exists() else None
+    names = read_classes(given) if given else known or THUMOS
+    for number, (name, other) in enumerate(zip_longest(names, known or names, fillvalue="nothing"), 1):
+        if name != other:
+            raise UsageError(
+                f"--classes {given} has {name} in line {number}, {own} has {other}: targets in {root} would have "
+                f"columns of two meanings. Leave --classes out, or remove {own} and make the targets of every split "
+                "again"
+            )
+    return names
+
+
+def rate_of(root: Path, given: float | None) -> float:
+    """Frames a second as they are given, as the folder has them, or THUMOS's."""
+    known = read_rate(root)
+    if None not in (given, known) and given != known:
+        raise UsageError(
+            f"--fps {given} differs from {root / RATE}, {known}, which other targets in {root} were made for. Leave "
+            f"--fps out, or remove {root / RATE} and make the targets of every split again"
+        )
+    return given or known or FPS
+
+
+def prepare(
+    source: Path, root: Path, split: str, fps: float | None, classes: Path | None, skip_missing: bool
+) -> Counter[str]:
     """Targets, segments and the list of a split, from annotations and frames; what was done, in numbers."""
-    names = columns(read_lines(classes or root / CLASSES) if classes or (root / CLASSES).exists() else THUMOS)
+    actions, fps = actions_of(root, classes), rate_of(root, fps)
+    names = columns(actions)
     by_video: dict[str, list[Annotation]] = {}
     for its in read_annotations(source):
         by_video.setdefault(its.video, []).append(its)
@@ -153,7 +216,8 @@ def prepare(source: Path, root: Path, split: str, fps: float, classes: Path | No
     if not segments:
         raise DataError(f"{source} annotates no video that has frames in {root / FRAMES}")
     write_segments(root / SEGMENTS, segments, names)
-    (root / CLASSES).write_text("".join(f"{name}\n" for name in names[1:-1]))
+    (root / CLASSES).write_text("".join(f"{name}\n" for name in actions))
+    (root / RATE).write_text(f"{fps}\n")
     (root / f"{split}.txt").write_text("".join(f"{video}\n" for video in segments))
     return counts
 

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ import torch
 from torch import Tensor
 
 from ...errors import DataError, UsageError
-from .pictures import read_picture
+from .pictures import frames_in, read_picture
 
 FILES = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
-PICTURES = (".jpeg", ".jpg", ".png")
 SKIP = 8
 """frames before a key frame that are decoded sooner than it is found"""
+ROUNDING = 1e-6
+"""by which a moment may be before the frame that is shown then"""
 
 
 class Video:
@@ -39,8 +41,13 @@ class Video:
 
     @property
     def seconds(self) -> float:
-        """Its length. Folders and arrays don't tell."""
+        """Its length."""
         raise NotImplementedError
+
+    def moments(self, fps: float) -> list[float]:
+        """So many a second, from the first frame to the end."""
+        count = max(1, ceil(self.seconds * fps - ROUNDING))
+        return [number / fps for number in range(count)]
 
     def frames_at(self, times: Sequence[float]) -> Tensor:
         """``[n, 3, height, width]``: what is shown at these moments, in seconds from the first frame. At the end and
@@ -56,16 +63,16 @@ class Video:
         self.close()
 
 
-def open_video(path: Path, decoder: str | None = None) -> Video:
-    """A video file, a folder of pictures in the order of their names, or an array ``[frames, height, width, 3]``.
+def open_video(path: Path, decoder: str | None = None, fps: float | None = None) -> Video:
+    """A video file, a folder of pictures in the order of their numbers, or an array ``[frames, height, width, 3]``.
 
-    ``decoder``: one of ``decoders()``, else the first of them.
+    ``decoder``: one of ``decoders()``, else the first of them. ``fps``: of folders and arrays, which don't tell.
     """
     try:
         if path.is_dir():
-            video: Video = Pictures(path)
+            video: Video = Pictures(path, fps)
         elif path.suffix == ".npy":
-            video = Array(path)
+            video = Array(path, fps)
         else:
             if not path.exists():
                 raise DataError(f"no video {path}")
@@ -182,7 +189,7 @@ class WithPyAV(Video):
         return self.times[-1] + 1 / (self.fps or 25)
 
     def frames_at(self, times: Sequence[float]) -> Tensor:
-        numbers = [max(0, bisect_right(self.times, time + 1e-6) - 1) for time in times]
+        numbers = [max(0, bisect_right(self.times, time + ROUNDING) - 1) for time in times]
         return self.read(numbers).permute(0, 3, 1, 2)
 
     def read(self, numbers: Sequence[int]) -> Tensor:
@@ -214,12 +221,29 @@ def pixels(frame: Any) -> np.ndarray:
     return np.rot90(frame.to_ndarray(format="rgb24", threads=1), round(frame.rotation / 90))
 
 
-class Pictures(Video):
+class Stills(Video):
+    """Frames without times: one after the other, at a rate that others know."""
+
+    def __init__(self, fps: float | None) -> None:
+        self.fps = fps
+
+    @property
+    def seconds(self) -> float:
+        assert self.fps is not None
+        return len(self) / self.fps
+
+    def frames_at(self, times: Sequence[float]) -> Tensor:
+        assert self.fps is not None
+        numbers = [min(int(time * self.fps + ROUNDING), len(self) - 1) for time in times]
+        return self.read(numbers).permute(0, 3, 1, 2)
+
+
+class Pictures(Stills):
     """One file for each frame."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.files = sorted(its for its in path.iterdir() if its.suffix.lower() in PICTURES)
+    def __init__(self, path: Path, fps: float | None) -> None:
+        super().__init__(fps)
+        self.path, self.files = path, frames_in(path)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -239,10 +263,11 @@ class Pictures(Video):
             raise DataError(f"picture {file} can't be read: {error}") from error
 
 
-class Array(Video):
+class Array(Stills):
     """Of a ``.npy`` file, which is read where it is needed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, fps: float | None) -> None:
+        super().__init__(fps)
         self.array = np.load(path, mmap_mode="r")
         if self.array.ndim != 4 or self.array.shape[-1] != 3 or self.array.dtype != np.uint8:
             found = f"{self.array.dtype} {list(self.array.shape)}"

@@ -48,6 +48,24 @@ class Prepared:
         return {**plain, "index": target["index"], "size": target["size"]}
 
 
+class ShortestSize(v2.RandomShortestSize):
+    """torchvision's: one of some sizes for the shorter side, and a largest for the longer one."""
+
+    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
+        height, width = V.get_size(flat_inputs[0])
+        check_shape(height, width, self.max_size)
+        return super().make_params(flat_inputs)
+
+
+def check_shape(height: int, width: int, longest: int) -> None:
+    """Raise ``DataError`` if the shorter side would be nothing when the longer one is this long."""
+    if int(min(height, width) * (longest / max(height, width))) < 1:
+        raise DataError(
+            f"{height} × {width} pixels are too thin: with a longer side of {longest} (task.augment.long) the shorter "
+            "one would vanish; leave it out, or raise task.augment.long"
+        )
+
+
 class CropBetween(v2.Transform):
     """A crop whose height and width are drawn between two numbers, as far as the image has them."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
-from ..data.coco import tools
+from ..data.masks import tools
 
 COLOURS = ((0, 114, 178), (213, 94, 0), (0, 158, 115), (204, 121, 167), (181, 137, 0), (75, 159, 213), (122, 81, 149))
 LEAST = 0.5
@@ -30,11 +30,22 @@ def drawn(picture: Image.Image, objects: Sequence[dict[str, Any]], names: Mappin
     for its, colour in zip(objects, colours, strict=True):
         x, y, width, height = its["bbox"]
         draw.rectangle((x, y, x + width, y + height), outline=colour, width=max(1, max(result.size) // 320))
-        text = f"{names[its['category_id']]} {its['score']:.2f}"
-        place = draw.textbbox((x + 1, max(0, y - 11)), text)
-        draw.rectangle(place, fill=colour)
-        draw.text((x + 1, max(0, y - 11)), text, fill=(255, 255, 255))
+        label(draw, result.size, (x + 1, y - 11), f"{names[its['category_id']]} {its['score']:.2f}", colour)
     return result
+
+
+def label(
+    draw: ImageDraw.ImageDraw,
+    size: tuple[int, int],
+    corner: tuple[float, float],
+    text: str,
+    colour: tuple[int, int, int],
+) -> None:
+    """White on a colour, moved into the picture; what is longer than the picture begins at its left edge."""
+    right, bottom = draw.textbbox((0, 0), text)[2:]
+    x, y = max(0, min(corner[0], size[0] - 1 - right)), max(0, min(corner[1], size[1] - 1 - bottom))
+    draw.rectangle(draw.textbbox((x, y), text), fill=colour)
+    draw.text((x, y), text, fill=(255, 255, 255))
 
 
 def board(pictures: Sequence[Image.Image]) -> bytes:

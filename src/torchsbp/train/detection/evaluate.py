@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
-from ..data.coco import Objects, tools
+from ..data.coco import Objects
+from ..data.masks import tools
 from ..distributed import gather
 from ..record import Metric
 from ..task import Evaluator
@@ -69,14 +70,16 @@ def as_text(run_lengths: dict[str, Any]) -> dict[str, Any]:
 
 
 class Precision(Evaluator):
-    """Collects what is found in the images of a source."""
+    """Collects what is found in the images of a source. Images that were not seen, since they can't be read, do not
+    count, nor do their objects."""
 
     def __init__(self, source: Objects) -> None:
-        self.source, self.found = source, list[Found]()
+        self.source, self.found, self.seen = source, list[Found](), set[int]()
 
     def update(self, model: nn.Module, batch: Batch, valid: int) -> None:
         detections = model(batch.images, batch.sizes)
         sizes = batch.sizes.tolist()
+        self.seen.update(batch.indices[:valid])
         for its, index, size, original in list(zip(detections, batch.indices, sizes, batch.originals, strict=True))[
             :valid
         ]:
@@ -87,6 +90,8 @@ class Precision(Evaluator):
 
     def result(self) -> dict[str, float]:
         self.found = [its for each in gather(self.found) for its in each]
+        self.seen = set().union(*gather(self.seen))
+        images = [self.source.images[index]["id"] for index in self.seen]
         self.by_class: dict[str, list[float]] = {}
         values: dict[str, float] = {}
         for kind, field in (("box", "bbox"), ("mask", "segmentation")):
@@ -95,9 +100,15 @@ class Precision(Evaluator):
                 found = [
                     {name: its[name] for name in ("image_id", "category_id", field, "score")} for its in self.found
                 ]
-                numbers, self.by_class[kind] = evaluated(self.source.ground_truth, found, kind)
+                numbers, self.by_class[kind] = evaluated(self.source.ground_truth, images, found, kind)
                 values |= {f"{kind}_{name}": number for name, number in zip(NUMBERS, numbers, strict=True)}
-        return values
+        return values | self.left_out()
+
+    def left_out(self) -> dict[str, float]:
+        """How many images, and objects in them, if any are."""
+        ids = {its["id"] for index, its in enumerate(self.source.images) if index not in self.seen}
+        objects = [its for its in self.source.content["annotations"] if its["image_id"] in ids and not its["iscrowd"]]
+        return {"images_left_out": float(len(ids)), "objects_left_out": float(len(objects))} if ids else {}
 
     def sections(self) -> dict[str, str | bytes]:
         return {"Predictions": self.pictures(), "Average precision by class": self.table()}
@@ -106,7 +117,7 @@ class Precision(Evaluator):
         """The first images, with what was found in them."""
         shown = []
         names = dict(zip(self.source.category_ids, self.source.names, strict=True))
-        for index in range(min(SHOWN, len(self.source))):
+        for index in sorted(self.seen)[:SHOWN]:
             found = [its for its in self.found if its["image_id"] == self.source.images[index]["id"]]
             shown.append(drawn(self.source[index][0], found, names))
         return board(shown)
@@ -122,12 +133,11 @@ class Precision(Evaluator):
         return f'<div class="scroll"><table><tr><th>class</th>{head}</tr>{"".join(rows)}</table></div>'
 
 
-def evaluated(truth: Any, found: list[Found], kind: str) -> tuple[list[float], list[float]]:
-    """COCO's twelve numbers, and the average precision of every class."""
-    coco = tools()
-    if not found:
-        return [0.0] * len(NUMBERS), [0.0] * len(truth.getCatIds())
-    run = coco.COCOeval_faster(truth, truth.loadRes(found), {"box": "bbox", "mask": "segm"}[kind], print_function=quiet)
+def evaluated(truth: Any, images: list[int], found: list[Found], kind: str) -> tuple[list[float], list[float]]:
+    """COCO's twelve numbers for the images of these ids, and the average precision of every class."""
+    name = {"box": "bbox", "mask": "segm"}[kind]
+    run = tools().COCOeval_faster(truth, truth.loadRes(found), name, print_function=quiet)
+    run.params.imgIds = images
     run.evaluate()
     run.accumulate()
     run.summarize()

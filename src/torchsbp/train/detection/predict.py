@@ -1,6 +1,6 @@
 """``torchsbp predict`` for detectors: objects as rows, COCO's json, and pictures with what was found."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +8,12 @@ import numpy as np
 from PIL import Image
 from torch import nn
 
+from ..data.masks import tools
 from ..data.pictures import read_picture
 from ..predictor import Prediction, Predictor
 from .batches import Batch, Prepared, Sample
 from .draw import LEAST, drawn
-from .evaluate import objects_of
+from .evaluate import Found, objects_of
 
 
 class DetectionPredictor(Predictor):
@@ -21,12 +22,13 @@ class DetectionPredictor(Predictor):
 
     def __init__(
         self,
-        names: Sequence[str],
+        categories: Mapping[int, str],
         transform: Prepared,
         collate: Callable[[list[Sample]], Batch],
         prepare: Callable[[Batch, bool], Batch],
     ) -> None:
-        self.names = dict(enumerate(names, 1))
+        """``categories``: ids of the data -> names, in the order of the model's classes."""
+        self.names, self.ids = categories, list(categories)
         self.transform, self.collate, self.prepare = transform, collate, prepare
 
     def read(self, path: Path) -> Sample:
@@ -42,7 +44,7 @@ class DetectionPredictor(Predictor):
 
     def prediction(self, objects: list[dict[str, Any]], size: tuple[int, int]) -> Prediction:
         for its in objects:
-            its["category_id"] = its.pop("label")
+            its["category_id"] = self.ids[its.pop("label") - 1]
         rows = [(self.names[its["category_id"]], round(its["score"], 4), *np.round(its["bbox"], 1)) for its in objects]
         shown = [its for its in objects if its["score"] >= LEAST]
         caption = ", ".join(f"{self.names[its['category_id']]} {its['score']:.2f}" for its in shown) or "nothing"
@@ -55,9 +57,16 @@ class DetectionPredictor(Predictor):
             images.append({"id": number, "file_name": file, "height": record["height"], "width": record["width"]})
             for its in record["objects"]:
                 about = {"id": len(annotations) + 1, "image_id": number, "iscrowd": 0}
-                annotations.append({**about, "area": its["bbox"][2] * its["bbox"][3], **its})
+                annotations.append({**about, "area": area(its), **its})
         categories = [{"id": number, "name": name} for number, name in self.names.items()]
         return {"images": images, "annotations": annotations, "categories": categories}
 
     def picture(self, path: Path, prediction: Prediction) -> Image.Image:
         return drawn(super().picture(path, prediction), prediction.record["objects"], self.names)
+
+
+def area(found: Found) -> float:
+    """In pixels: of its mask, or of its box if it has none."""
+    if "segmentation" in found:
+        return float(tools().mask.area(found["segmentation"]))
+    return found["bbox"][2] * found["bbox"][3]

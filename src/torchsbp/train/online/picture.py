@@ -44,7 +44,7 @@ def draw(
     colours = {label: matplotlib.colormaps["tab10"](i) for i, label in enumerate(labels)}
     shown = peaks(scores, labels, max(1, len(times) // (2 * PEAKS))) if labels else []
     figure = Figure(figsize=(12, 5), layout="constrained")
-    grid = figure.add_gridspec(2, max(PEAKS, 1), height_ratios=(1, 1.6))
+    grid = figure.add_gridspec(2, PEAKS, height_ratios=(1, 1.6))
     for place, (moment, label) in enumerate(shown):
         axes = figure.add_subplot(grid[0, place])
         axes.imshow(video.frames_at([times[moment]])[0].permute(1, 2, 0).numpy())

@@ -82,7 +82,7 @@ def detection_map(
 ) -> dict[float, float]:
     """Mean over classes of the interpolated average precision, in percent, for each tIoU; by the videos' names.
 
-    Classes that are annotated nowhere don't count.
+    Classes that are annotated nowhere don't count; if all are such, it is 0.
     """
     annotated = {video: distinct(segments) for video, segments in truth.items()}
     precisions = [
@@ -94,7 +94,7 @@ def detection_map(
         for label in labels
         if any(its.label == label for segments in annotated.values() for its in segments)
     ]
-    means = 100 * np.mean(precisions, axis=0) if precisions else np.full(len(overlaps), np.nan)
+    means = 100 * np.mean(precisions, axis=0) if precisions else np.zeros(len(overlaps))
     return dict(zip(overlaps, means.tolist(), strict=True))
 
 

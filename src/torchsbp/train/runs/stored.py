@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ..record import WEIGHTS
 from . import checkpoint, checks
-from .weights import read_weights, tensors
+from .weights import file_of, read_weights, tensors
 
 
 class Stored(NamedTuple):
@@ -34,9 +33,7 @@ class Stored(NamedTuple):
 def read_stored(path: Path, wanted: str | None) -> Stored:
     """Of a run's folder (its best checkpoint), a checkpoint, or safetensors; ``wanted``: model or ema, None for
     the average if there is one."""
-    if path.is_dir():
-        best = path / "checkpoints" / checkpoint.BEST
-        path = best if best.exists() or not (path / WEIGHTS).exists() else path / WEIGHTS
+    path = file_of(path)
     return of_safetensors(path, wanted) if path.suffix == ".safetensors" else of_checkpoint(path, wanted)
 
 

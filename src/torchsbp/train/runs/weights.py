@@ -6,12 +6,23 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...errors import CheckpointError
+from ..record import WEIGHTS
 from . import checks
-from .checkpoint import read, replace_file, writing
+from .checkpoint import BEST, read, replace_file, writing
+
+
+def file_of(path: Path) -> Path:
+    """The file itself; of a run's folder its best checkpoint, or its last weights if that is gone."""
+    if not path.is_dir():
+        return path
+    best, last = path / "checkpoints" / BEST, path / WEIGHTS
+    return best if best.exists() or not last.exists() else last
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The weights of a safetensors file, of a checkpoint of ours (the average, if there is one), of a state dict."""
+    """The weights of a safetensors file, of a checkpoint of ours (the average, if there is one), of a state dict; of a
+    run's folder."""
+    path = file_of(path)
     if path.suffix == ".safetensors":
         from safetensors import SafetensorError
         from safetensors.torch import load_file

@@ -50,7 +50,7 @@ class Model:
     pretrained: bool = False
     """timm's published weights (needs the internet)"""
     weights: Path | None = None
-    """begin from these: a checkpoint of ours, or safetensors or a state dict of the same timm model"""
+    """begin from these: a run's folder, a checkpoint of ours, safetensors or a state dict of the same timm model"""
     new_head: bool = False
     """leave the classifier out of weights, for other classes"""
 

@@ -21,7 +21,16 @@ from ..data.order import TrainOrder
 from ..data.samples import Samples
 from ..data.shapes import shapes
 from ..detection.backbone import Backbone, body
-from ..detection.batches import Batch, CropBetween, GroupedOrder, Prepared, collate, turned
+from ..detection.batches import (
+    Batch,
+    CropBetween,
+    GroupedOrder,
+    Prepared,
+    ShortestSize,
+    check_shape,
+    collate,
+    turned,
+)
 from ..detection.evaluate import Precision, metrics
 from ..detection.heads import CASCADE, GROUPS, MASK_RCNN, Heads, HeadSpec
 from ..detection.model import Detector, compile_backbone, parameter_groups
@@ -52,7 +61,7 @@ class Model:
     pretrained: bool = False
     """timm's published weights (needs the internet)"""
     weights: Path | None = None
-    """the backbone begins from these: a checkpoint of ours, or weights of the same timm model as a classifier"""
+    """the backbone begins from these: a run's folder, a checkpoint of ours, or the same timm model as a classifier"""
     masks: bool = True
     """false: boxes alone"""
     width: int = field(default=256, metadata=COUNT)
@@ -104,7 +113,8 @@ class Data:
     workers: int = field(default=4, metadata=ranged(0, 1024))
     """processes that read images, for each process that trains"""
     broken: int = field(default=0, metadata=NOT_NEGATIVE)
-    """training images that may be unreadable: others are taken in their place; one more ends the run"""
+    """images that may be unreadable: training takes others in their place, evaluation leaves them and their objects
+    out; one more ends the run"""
 
     def __post_init__(self) -> None:
         wrong = [side for bucket in self.buckets for side in bucket if side < 1 or side % self.multiple]
@@ -149,21 +159,26 @@ class Detection(Task):
     told_of_sizes = False
     """SBP is on"""
 
-    def __init__(self, options: DetectionOptions, seed: int, names: list[str] | None = None) -> None:
-        """``names``: of the classes, if they are known without data."""
+    def __init__(
+        self, options: DetectionOptions, seed: int, names: list[str] | None = None, ids: list[int] | None = None
+    ) -> None:
+        """``names``: of the classes, if they are known without data; ``ids``: of the categories, 1, 2, … by default."""
         check_norm(options.model, options.lean)
         self.metrics = metrics(options.model.masks)
         self.workers, self.broken = options.data.workers, options.data.broken
         self.collate = partial(collate, buckets=options.data.buckets, multiple=options.data.multiple)
         super().__init__(options, seed)
-        self.names = self.train_objects.names if names is None else names
-        if names is None:
-            self.notes = (self.train_objects.notes,)
+        if names is not None:
+            self.names, self.category_ids = names, ids or [*range(1, 1 + len(names))]
+        else:
+            self.names, self.category_ids = self.train_objects.names, self.train_objects.category_ids
             self.check_classes()
+            self.notes = (self.train_objects.notes, self.valid_objects.notes)
 
     @classmethod
     def trained(cls, options: Any, seed: int, about: Mapping[str, str]) -> "Detection":
-        return cls(options, seed, json.loads(about["classes"]) if "classes" in about else None)
+        names, ids = (json.loads(about.get(name, "null")) for name in ("classes", "category_ids"))
+        return cls(options, seed, names, ids)  # weights of older runs have no ids
 
     # Data
 
@@ -180,25 +195,31 @@ class Detection(Task):
         if data.source == "shapes":
             return shapes(data.count if training else max(1, data.count // 4), training, masks)
         folder, file = (data.train, data.train_json) if training else (data.valid, data.valid_json)
-        return open_coco(data.root / file, data.root / folder, training, masks)
+        objects = open_coco(data.root / file, data.root / folder, training, masks)
+        for index, its in enumerate(objects.images):
+            try:
+                check_shape(its["height"], its["width"], self.options.augment.long)
+            except DataError as error:
+                raise DataError(f"{objects.where(index)}: {error}") from error
+        return objects
 
     @cached_property
     def train_data(self) -> Samples:
         augment = self.options.augment
-        size = v2.RandomShortestSize(augment.short, augment.long)
+        size = ShortestSize(augment.short, augment.long)
         if augment.crop:
-            first = v2.RandomShortestSize(augment.crop_short, augment.long)
+            first = ShortestSize(augment.crop_short, augment.long)
             size = v2.RandomChoice([size, v2.Compose([first, CropBetween(*augment.crop_sides), size])])
         transform = Prepared(v2.RandomHorizontalFlip(augment.hflip), size, v2.SanitizeBoundingBoxes())
         return Samples(self.train_objects, transform, self.seed, replace=self.broken > 0)
 
     @cached_property
     def valid_data(self) -> Samples:
-        return Samples(self.valid_objects, self.eval_transform(), self.seed)
+        return Samples(self.valid_objects, self.eval_transform(), self.seed, replace=self.broken > 0)
 
     def eval_transform(self) -> Prepared:
         augment = self.options.augment
-        return Prepared(v2.RandomShortestSize([augment.eval_short], augment.long))
+        return Prepared(ShortestSize([augment.eval_short], augment.long))
 
     def check_classes(self) -> None:
         """Raise ``DataError`` if the validation data have others than the training data had."""
@@ -267,11 +288,12 @@ class Detection(Task):
         return Precision(self.valid_objects)
 
     def predictor(self) -> DetectionPredictor:
-        return DetectionPredictor(self.names, self.eval_transform(), self.collate, self.prepare)
+        categories = dict(zip(self.category_ids, self.names, strict=True))
+        return DetectionPredictor(categories, self.eval_transform(), self.collate, self.prepare)
 
     def weights_about(self) -> dict[str, str]:
-        """The classes' names, in the order of the model's outputs, without the background."""
-        return {"classes": json.dumps(self.names)}
+        """The classes' names in the order of the model's outputs, without the background; their ids in the data."""
+        return {"classes": json.dumps(self.names), "category_ids": json.dumps(self.category_ids)}
 
 
 def check_norm(model: Model, lean: Lean) -> None:

@@ -203,10 +203,10 @@ class OnlineAction(Task):
         return {"classes": json.dumps(self.names)}
 
     def follow(self, model: nn.Module, video: Video) -> tuple[list[float], np.ndarray]:
-        """A video file as it comes: moments in seconds, and scores ``[moments, classes]``."""
+        """A video as it comes: moments in seconds, and scores ``[moments, classes]``."""
         assert isinstance(model, OnlineDetector)
         transform, stream = eval_transform(self.options.data), Stream(model)
-        times = np.arange(0, max(video.seconds, 1e-3), 1 / self.options.data.fps).tolist()
+        times = video.moments(self.options.data.fps)
         scores = []
         for begin in range(0, len(times), DECODED):
             frames = transform(video.frames_at(times[begin : begin + DECODED])).to(self.device)
