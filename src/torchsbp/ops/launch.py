@@ -5,7 +5,7 @@ profilers might want: 20 to 80 µs of the CPU's time on an H200's machine, more 
 is compiled already for such arguments goes to the driver without any of that.
 
 In a compiled step a launch is an operator. The compiler could be given the kernel itself, but then it analyses what the
-kernel writes to, and translates it, for every launch anew: half of the time that it takes for a ViT.
+kernel writes to, and translates it, for every launch anew.
 """
 
 from collections.abc import Callable, Mapping, Sequence
