@@ -42,14 +42,12 @@ class Stem(nn.Sequential):
 def hybrid(image: int, classes: int, stem: int, **options: Any) -> nn.Module:
     """A ViT whose patches are cut out of what a stem makes of the image: it learns sooner."""
     from timm.layers import HybridEmbed
-    from timm.models.vision_transformer import VisionTransformer
 
     def embed(img_size: int, patch_size: int, embed_dim: int, **unused: Any) -> nn.Module:
         inner, features = patch_size // 2, (img_size // 2, img_size // 2)
         return HybridEmbed(Stem(stem), img_size, inner, feature_size=features, feature_ratio=2, embed_dim=embed_dim)
 
-    patch = max(4, image // 16)
-    return VisionTransformer(img_size=image, patch_size=patch, num_classes=classes, embed_layer=embed, **options)
+    return vit(image, classes, embed_layer=embed, **options)
 
 
 def convnext(image: int, classes: int, stem: int = 1, scale: float = 1.0, **options: Any) -> nn.Module:
