@@ -8,6 +8,7 @@ would take much longer.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -44,6 +45,11 @@ def shapes_alone() -> Iterator[None]:
         yield
     finally:
         _shapes_alone = before
+
+
+def call_named(what: str, *depends: Any) -> str:
+    """For an operator's call a name that tells all that it depends on but tensors: the same in every process."""
+    return f"{what} {sha256(repr(depends).encode()).hexdigest()}"
 
 
 def op(function: type[torch.autograd.Function]) -> Call:

@@ -10,14 +10,13 @@ kernel writes to, and translates it, for every launch anew.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, reduce
-from hashlib import sha256
 from operator import itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .compiling import compiling, no_data
+from .compiling import call_named, compiling, no_data
 
 WRITTEN = {
     "cotangent": {"half", "scaled", "sums"},
@@ -152,15 +151,14 @@ torch.library.define("torchsbp::launch", "(str name, Tensor[] read, Tensor(a!)[]
 
 
 def launch_later(kernel: str, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
-    """The operator, with a name that tells all that a launch depends on but tensors and sizes: it is the same in every
-    process."""
+    """The operator, with a name for the launch."""
     arguments = dict(zip(SIDES, (*grid, 1, 1), strict=False), **arguments)
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     sizes = {name: value for name, value in arguments.items() if isinstance(value, torch.SymInt)}
     read, written = ([name for name in tensors if (name in WRITTEN[kernel]) == writes] for writes in (False, True))
     fixed = {name: value for name, value in arguments.items() if name not in {*tensors, *sizes}}
     later, dtypes = Later(kernel, read, written, [*sizes], fixed), [tensor.dtype for tensor in tensors.values()]
-    name = f"{kernel} {sha256(repr((later, dtypes)).encode()).hexdigest()}"
+    name = call_named(kernel, later, dtypes)
     _LATER[name] = later
     torch.ops.torchsbp.launch(name, [tensors[it] for it in read], [tensors[it] for it in written], [*sizes.values()])
 

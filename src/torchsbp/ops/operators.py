@@ -1,12 +1,11 @@
 """run_pass in a compiled step: what a compiler does not look into."""
 
-from hashlib import sha256
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .compiling import shapes_alone
+from .compiling import call_named, shapes_alone
 from .graphs import Pass, Tensors, passed, run_pass, with_passed
 
 
@@ -25,10 +24,9 @@ torch.library.define("torchsbp::run_pass", "(str name, Tensor?[] given) -> Tenso
 
 
 def named_pass(run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
-    """``run_pass`` in a compiled step: the compiler has a name for the pass, the same in every process, which tells all
-    that its outcome depends on but sizes."""
+    """``run_pass`` in a compiled step: the compiler has a name for the pass."""
     kinds = [None if t is None else (t.dtype, t.is_contiguous()) for t in given]
-    name = f"{run.__module__} {sha256(repr((run.__qualname__, static, kinds)).encode()).hexdigest()}"
+    name = call_named(run.__module__, run.__qualname__, static, kinds)
     _PASSES[name] = run, static
     made = torch.ops.torchsbp.run_pass(name, list(given))
     outcome = _OUTCOMES[name]

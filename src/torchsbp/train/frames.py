@@ -12,6 +12,9 @@ from torchsbp.sampling.schedules import Milestones
 from ..errors import UsageError
 from .distributed import together
 
+FOR_FRAMES = ("keep_ratio", "sampler", "per_sample", "seed")
+"""the fields of ``SBPConfig`` that choose frames; the others are about tokens"""
+
 
 def sampled_frames(
     encoder: Callable[[Tensor], Tensor], video: Tensor, config: SBPConfig, step: int, chunk: int
@@ -29,10 +32,6 @@ def sampled_frames(
         per_sample=config.per_sample,
         chunk=chunk,
     )
-
-
-FOR_FRAMES = ("keep_ratio", "sampler", "per_sample", "seed")
-"""the fields of ``SBPConfig`` that choose frames; the others are about tokens"""
 
 
 def check_one_ratio(config: SBPConfig) -> None:
