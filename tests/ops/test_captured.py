@@ -294,3 +294,21 @@ def test_the_pool_has_room_for_what_a_pass_was_seen_to_need(graphs, monkeypatch)
     least = sum(t.nbytes for t in leaves if t is not None) + y.nbytes
     assert least < needed[0] == needed[1]
     assert needed[1] > least + sum(t.nbytes for t in found if t is not None)
+
+
+@pytest.mark.parametrize(
+    "shape, eager, compiled",
+    [
+        ((32, 197, 768), True, True),  # ViT-B
+        ((64, 197, 768), True, False),  # more work than launching it
+        ((128, 196, 384), True, True),  # the third stage of Swin-T: as many elements, half as wide
+        ((128, 784, 192), False, False),  # its second: the copies would be too large
+    ],
+)
+def test_which_passes_are_small(shape, eager, compiled, monkeypatch):
+    x = torch.empty(shape, device="meta")
+    assert module.small(x, 1.0) is eager
+    monkeypatch.setattr(module, "compiling", lambda: True)
+    assert module.small(x, 1.0) is compiled
+    monkeypatch.setattr(module, "captured_whole", lambda: True)
+    assert module.small(x, 1.0) is False
