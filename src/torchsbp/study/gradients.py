@@ -93,7 +93,8 @@ def table(rows: list[Row]) -> str:
     cells = []
     for row in results.of(rows, "gradients", "layers"):
         lowest, layer = min((values[0], layer) for layer, values in row["layers"].items())
-        means = [f"{mean(values):.3f}" for values in zip(*row["layers"].values(), strict=True)]
+        cosine, norm, *squares = (mean(values) for values in zip(*row["layers"].values(), strict=True))
+        means = f"{cosine:.3f}", f"{norm:.3f}", *(f"{square:.5f}" for square in squares)
         cells.append((row["model"], row["arm"], f"{lowest:.3f}", layer, *means))
     header = ("model", "arm", "lowest cosine", "layer", *(f"mean {key}" for key in KEYS))
     return results.table(header, cells)
