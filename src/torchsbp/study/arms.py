@@ -113,7 +113,7 @@ GRIDS: dict[str, dict[str, str]] = {
         "down, rows": "down exact, rows 0.5", "down, own": "down exact, own 0.5",
         "down, own rows": "down exact, own rows 0.5",
     },
-    "chosen in backward": {
+    "chosen rows": {
         "own rows": "own rows 0.5", "down, own rows": "down exact, own rows 0.5", "even": "even 0.5",
         "norm": "norm 0.5", "largest": "largest 0.5", "dW": "dW 0.5", "norm dW": "norm dW 0.5",
         "even 0.25": "even 0.25", "norm 0.25": "norm 0.25",

@@ -113,7 +113,7 @@ def drawings(rows: list[Row]) -> dict[str, list[Drawing]]:
             }
             if len(mine) > 1:
                 panels.append(drawn(f"{model}: {title}", "cosine with the full gradient", "block", lines))
-        whole = {title: GRIDS[title] for title in ("keep-ratio", "attention", "estimator", "chosen in backward")}
+        whole = {title: GRIDS[title] for title in ("keep-ratio", "attention", "estimator", "chosen rows")}
         for title, grid in whole.items():
             mine = {label: found[model, arm] for label, arm in grid.items() if (model, arm) in found}
             means = [[mean(its) for its in zip(*row["layers"].values(), strict=True)] for row in mine.values()]
