@@ -144,7 +144,8 @@ class Training:
         self.fill(number, length or self.run.epochs)
         for _ in range(self.steps):
             self.advance()
-        return float(self.loss) / self.steps  # waits for the device
+        wait(self.data.device)
+        return float(self.loss) / self.steps
 
     def fill(self, number: int, length: int) -> None:
         """What the steps of an epoch read."""
@@ -273,6 +274,14 @@ def fresh(run: Run, settings: Settings, data: Data) -> nn.Module:
         run.model, settings.size, data.x_train.shape[-1], data.classes, drop_path_rate=run.drop_path,
         **({"patch_drop_rate": left_out} if left_out else {}),
     ).train()  # fmt: skip
+
+
+def wait(device: torch.device) -> None:
+    """For the device, asleep: several processes share a CPU."""
+    if device.type == "cuda":
+        done = torch.cuda.Event(blocking=True)
+        done.record()
+        done.synchronize()
 
 
 def half(x: Tensor) -> torch.autocast:
