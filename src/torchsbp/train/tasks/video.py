@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import torchsbp
 from torchsbp import SBPConfig
 
 from ...errors import DataError, UsageError
@@ -23,7 +22,8 @@ from ..data.samples import Samples
 from ..ranges import COUNT, SHARE, SHARE_ABOVE_0, ranged, refuse
 from ..task import Task, TaskOptions
 from ..video.evaluation import Batch, Views, metrics
-from ..video.model import Classifier, Frames, Model, groups, is_video, make_model, patches
+from ..video.kept import kept_cells
+from ..video.model import Classifier, Frames, Model, groups, is_video, make_model
 from ..video.picture import strip
 from ..video.predictions import Actions
 from ..video.views import Augment, EvalViews, TrainView
@@ -100,7 +100,7 @@ class Video(Task):
         if is_video(options.model.name):
             self.channels_last = torch.channels_last_3d
         self.clip_notes: dict[str, set[str]] = {}
-        self.sampled: nn.Module | None = None
+        self.sampled: Classifier | None = None
         """the model that SBP is applied to"""
 
     @classmethod
@@ -185,12 +185,12 @@ class Video(Task):
             model.body.sample(config)
         else:
             super().apply_sbp(model, config)
-            self.sampled = model
+        self.sampled = model
 
     def set_step(self, model: nn.Module, number: int) -> None:
         assert isinstance(model, Classifier)
-        if self.sampled is None:
-            model.body.step = number  # type: ignore[assignment]
+        if isinstance(model.body, Frames) and model.body.sampling is not None:
+            model.body.step = number
         else:
             super().set_step(model, number)
 
@@ -215,16 +215,9 @@ class Video(Task):
         return Views(self.device, list(self.classes), list(self.classes.values()), self.clip_notes, self.picture)
 
     def picture(self, clip: Tensor) -> bytes:
-        """A normalised clip, and which positions of clips the last training forward kept."""
-        colours, model = clip * self.std + self.mean, self.sampled
-        patch = None if model is None else patches(model.body)  # type: ignore[arg-type]
-        if model is None or patch is None:
-            return strip(colours)
-        try:
-            kept = next(iter(torchsbp.kept(model).values()))[0]
-        except UsageError:  # none yet
-            return strip(colours)
-        return strip(colours, kept, patch)
+        """A normalised clip, and what of clips the last training forward kept."""
+        kept = None if self.sampled is None else kept_cells(self.sampled, clip.shape[1])
+        return strip(clip * self.std + self.mean, kept)
 
     def weights_about(self) -> dict[str, str]:
         """The classes' names, by head, in the order of the model's outputs."""

@@ -1,6 +1,5 @@
 """Classifiers of clips: a body of torchvision, transformers or timm, whose features one linear layer reads."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -233,13 +232,3 @@ def groups(model: Classifier, lr: float, share: float) -> list[dict[str, Any]]:
 
 def decaying(name: str, parameter: Tensor) -> bool:
     return parameter.dim() > 1 and not name.endswith("relative_position_bias_table")
-
-
-def patches(body: nn.Module) -> Sequence[int] | None:
-    """Frames, height and width of what one position of the first grid sees; None: positions are of single images."""
-    if isinstance(body, SwinTransformer3d):
-        return body.patch_embed.tuple_patch_size
-    if isinstance(body, Transformer):
-        config: Any = body.model.config
-        return config.tubelet_size, config.patch_size, config.patch_size
-    return None
