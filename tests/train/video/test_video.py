@@ -24,6 +24,7 @@ from torchsbp.train.loop import Trainer
 from torchsbp.train.video.model import Model, groups, make_model
 
 from ..runs import evaluate, final, lines, same, stopped_at, train
+from .files import write_video
 from .runs import SWIN, TINY, listed, recipe
 
 
@@ -323,6 +324,27 @@ def test_arrays_of_epic_kitchens_are_found(tmp_path):
     videos = Epic(root, "labels.csv", ["P26"], training=True)
     with videos.open(0) as video:
         assert video.read([0, 19]).flatten(1)[:, 0].tolist() == [2, 21]  # frames 3 to 22, counted from 1
+
+
+@pytest.mark.parametrize("fps, expected", [(60, [2, 21, 21]), (30, [1, 10, 10]), (24, [0, 8, 8])])
+def test_frames_of_epic_kitchens_are_sixty_a_second(tmp_path, fps, expected):
+    """Frames 3 to 22, counted from 1, are what a video file shows from 2/60 s on, whatever its own rate."""
+    root = epic(tmp_path / "data")
+    rmtree(root / "P01" / "P01_01")
+    write_video(root / "P01" / "P01_01.MP4", fps=fps)
+    with Epic(root, "labels.csv", ["P26"], training=True).open(0) as video:
+        assert len(video) == 20
+        shown = (video.read([0, 19, 19])[:, 20:, 20:].float().mean((1, 2, 3)) - 20) / 4
+        assert shown.tolist() == pytest.approx(expected, abs=0.4)
+
+
+@pytest.mark.parametrize("line, told", [("2,P01,P01_01,5", "TypeError"), ("2,P01,P01_01,5,x,0,0", "ValueError")])
+def test_a_broken_line_of_annotations_is_told(tmp_path, line, told):
+    root = epic(tmp_path / "data")
+    path = root / "labels.csv"
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(DataError, match=rf"labels.csv:6 is no action of Epic-Kitchens-55: {told}"):
+        Epic(root, "labels.csv", ["P26"], training=True)
 
 
 def test_batch_norms_under_sampled_frames_are_refused_with_the_option_that_freezes_them(tmp_path, capsys):

@@ -5,6 +5,9 @@ ROOT/classes.txt               names of the classes, one a line; without it they
 
 ROOT/EPIC_train_action_labels.csv, EPIC_verb_classes.csv, EPIC_noun_classes.csv     as published
 ROOT/P01/P01_01.MP4            videos, or P01/P01_01.npy, or folders of frames P01/P01_01/; P01/ may be left out
+
+Epic-Kitchens' frames are 60 a second, as its authors extract them; those of a video file are taken by their times: its
+own are 59.94 a second, in some videos 29.97, 48 or 90, or not always as many.
 """
 
 import csv
@@ -19,6 +22,8 @@ from .clips import Clips
 from .videos import FILES, Video, open_video
 
 CLASSES = "classes.txt"
+FPS = 60
+"""of Epic-Kitchens' frames"""
 LOOKED_AT = 100
 """videos, of which one must be there"""
 
@@ -70,7 +75,7 @@ class Epic(Clips):
                 participant, video = row["participant_id"], row["video_id"]
                 begin, end = int(row["start_frame"]) - 1, int(row["stop_frame"])  # theirs count from 1
                 labels = int(row["verb_class"]), int(row["noun_class"])
-            except (KeyError, ValueError) as error:
+            except (KeyError, TypeError, ValueError) as error:  # a column is missing, a line ends early, no number
                 raise DataError(f"{self.file}:{number} is no action of Epic-Kitchens-55: {error!r}") from error
             if (participant in held_out) != training:
                 self.rows.append((participant, video, begin, end))
@@ -87,7 +92,7 @@ class Epic(Clips):
 
     def open(self, index: int) -> Video:
         participant, video, begin, end = self.rows[index]
-        return Part(open_video(self.found(participant, video)), begin, end, self.title(index))
+        return Part(open_video(self.found(participant, video), fps=FPS), begin, end, self.title(index))
 
     def found(self, participant: str, video: str) -> Path:
         """Where the video is, or where it would be."""
@@ -98,19 +103,23 @@ class Epic(Clips):
 
 
 class Part(Video):
-    """A stretch of a video, or what there is of it."""
+    """A stretch of a video at ``FPS`` frames a second, or what there is of it."""
+
+    fps = FPS
 
     def __init__(self, video: Video, begin: int, end: int, title: str) -> None:
-        self.video, self.fps, self.begin = video, video.fps, begin
-        self.count = min(end, len(video)) - begin
+        self.video, self.begin = video, max(0, begin)
+        there = len(video.moments(FPS))
+        self.count = min(end, there) - self.begin
         if self.count < 1:
-            raise DataError(f"{title}: the video has {len(video)} frames")
+            video.close()
+            raise DataError(f"{title}: the video has {there} frames")
 
     def __len__(self) -> int:
         return self.count
 
     def read(self, numbers: Sequence[int]) -> Tensor:
-        return self.video.read([self.begin + number for number in numbers])
+        return self.video.frames_at([(self.begin + number) / FPS for number in numbers]).permute(0, 2, 3, 1)
 
     def close(self) -> None:
         self.video.close()
