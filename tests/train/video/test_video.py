@@ -270,12 +270,22 @@ def test_lists_of_videos_and_what_cannot_be_read(tmp_path):
     assert total.count("<td>0</td>") == 1  # the class of the video that is missing
 
 
+def test_the_report_shows_a_video_that_can_be_read(tmp_path):
+    root = listed(tmp_path / "data")
+    (root / "val 0.npy").unlink()
+    trainer = trainer_of(tmp_path, task={"data": {"source": "list", "root": str(root)}})
+    task, evaluator = trainer.task, trainer.task.evaluator()
+    batch = task.prepare(task.collate([task.valid_data[0, number] for number in range(2)]), training=False)
+    evaluator.update(trainer.model.eval(), batch, 2)
+    assert torch.equal(evaluator.first, batch[0][1, 0])
+
+
 def test_without_any_video_it_says_so(tmp_path, capsys):
     root = listed(tmp_path / "data")
     for path in root.glob("train *.npy"):
         path.write_bytes(b"broken")
     assert train([recipe(tmp_path, task={"data": {"source": "list", "root": str(root)}})]) == 1
-    assert "10 videos in a row: video" in capsys.readouterr().err
+    assert "100 videos in a row: video" in capsys.readouterr().err
     for path in root.glob("train *.npy"):
         path.unlink()
     assert train([recipe(tmp_path / "b", task={"data": {"source": "list", "root": str(root)}})]) == 1

@@ -6,6 +6,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -139,6 +140,18 @@ def test_a_file_that_ends_too_soon(tmp_path):
     with open_video(path, "pyav") as video:
         assert 0 < len(video) < 40
         assert len(video.read(range(len(video) - 1))) == len(video) - 1
+
+
+def test_a_file_without_key_frames(tmp_path):
+    whole, path = write_video(tmp_path / "a.mkv", gop=100), tmp_path / "b.mkv"
+    with av.open(str(whole)) as file, av.open(str(path), "w") as other:
+        stream = other.add_stream_from_template(file.streams.video[0])
+        for packet in file.demux(video=0):
+            if packet.dts is not None and not packet.is_keyframe:
+                packet.stream = stream
+                other.mux(packet)
+    with pytest.raises(DataError, match=r"b\.mkv has no key frame"):
+        open_video(path, "pyav")
 
 
 def test_pictures_of_several_sizes_are_refused(tmp_path):

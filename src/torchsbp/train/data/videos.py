@@ -170,6 +170,8 @@ class WithPyAV(Video):
         self.numbers = {shown_at: number for number, (shown_at, _) in enumerate(shown)}
         self.times = [float((shown_at - shown[0][0]) * (self.stream.time_base or 1)) for shown_at, _ in shown]
         self.keys = [(number, seek_to) for number, (_, seek_to) in enumerate(shown) if seek_to is not None]
+        if not self.keys:
+            raise DataError(f"video {path} has no key frame")
         self.frames: Iterator[Any] = iter(())
         self.next = len(shown)
 
