@@ -141,14 +141,9 @@ def test_channels_last_is_of_clips(tmp_path):
 
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3}
-VIDEOMAE = {
-    "hidden_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 3,
-    "intermediate_size": 48,
-    "patch_size": 8,
-}
-VJEPA = {**VIDEOMAE, "mlp_ratio": 2, "num_pooler_layers": 1}
+SIZES = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "patch_size": 8}
+VIDEOMAE = {**SIZES, "intermediate_size": 48}
+VJEPA = {**SIZES, "mlp_ratio": 2, "num_pooler_layers": 1}
 MODELS = {
     "frames of a ViT": ("vit_tiny_patch16_224", VIT, {"sampler": "frames"}),
     "tokens of a ViT": ("vit_tiny_patch16_224", VIT, {"sampler": "grid", "per_sample": True}),
@@ -394,6 +389,17 @@ def test_actions_of_epic_kitchens_are_stretches(tmp_path):
     [
         ({"model": {"name": "swin3d_x"}}, "task.model.name swin3d_x"),
         ({"model": {"name": "transformers/ViTModel"}}, "transformers/VideoMAEForVideoClassification, "),
+        ({"model": {"name": "transformers/AutoModelForVideoClassification"}}, "known: transformers/TimesformerFor"),
+        (
+            {
+                "model": {
+                    "name": "transformers/VideoMAEForVideoClassification",
+                    "drop_path": 0,
+                    "options": {"hiden": 24},
+                }
+            },
+            "VideoMAEConfig of transformers has no ",
+        ),
         ({"model": {"options": {**SWIN, "wide": 3}}}, "unexpected keyword argument 'wide'"),
         ({"data": {"side": 16}}, "task.data.side=16 is not allowed; allowed: at least task.data.size=32"),
         ({"augment": {"scale": [0.9, 0.5]}}, "the first not above the second"),

@@ -124,10 +124,12 @@ def test_what_cannot_be_read_is_said_with_its_file(tmp_path):
     broken.write_bytes(b"not a video at all")
     (tmp_path / "empty").mkdir()
     np.save(tmp_path / "wrong.npy", np.zeros((4, 5, 5), np.uint8))
+    np.save(tmp_path / "flat.npy", np.zeros((4, 0, 5, 3), np.uint8))
     for path, reason in [
         (broken, "can't be read"),
         (tmp_path / "missing.mp4", ""),
         (tmp_path / "empty", "has no frames"),
+        (tmp_path / "flat.npy", r"holds uint8 \[4, 0, 5, 3\]; allowed: "),
         (tmp_path / "wrong.npy", r"holds uint8 \[4, 5, 5\]; allowed: uint8 \[frames, height, width, 3\]"),
     ]:
         with pytest.raises(DataError, match=f"video .*{path.name}.*{reason}"):

@@ -271,7 +271,7 @@ class Array(Stills):
     def __init__(self, path: Path, fps: float | None) -> None:
         super().__init__(fps)
         self.array = np.load(path, mmap_mode="r")
-        if self.array.ndim != 4 or self.array.shape[-1] != 3 or self.array.dtype != np.uint8:
+        if self.array.ndim != 4 or self.array.shape[-1] != 3 or 0 in self.array.shape or self.array.dtype != np.uint8:
             found = f"{self.array.dtype} {list(self.array.shape)}"
             raise DataError(f"video {path} holds {found}; allowed: uint8 [frames, height, width, 3]")
 

@@ -160,8 +160,8 @@ def of_transformers(config: Model, frames: int, size: int) -> nn.Module:
         raise UsageError("transformers is not installed; pip install 'torchsbp[transformers]'") from error
     name = config.name.removeprefix(TRANSFORMERS)
     kind = getattr(transformers, name, None)
-    if not name.endswith("ForVideoClassification") or kind is None:
-        known = [its for its in dir(transformers) if its.endswith("ForVideoClassification")]
+    if not name.endswith("ForVideoClassification") or not hasattr(kind, "config_class"):  # Auto… have none
+        known = [its for its in dir(transformers) if its.endswith("ForVideoClassification") and its[:4] != "Auto"]
         raise UsageError(
             f"task.model.name {config.name} is unknown; known: {', '.join(TRANSFORMERS + its for its in known)}"
         )
@@ -171,6 +171,9 @@ def of_transformers(config: Model, frames: int, size: int) -> nn.Module:
         )
     clip = {"image_size": size, "num_frames": frames, "crop_size": size, "frames_per_clip": frames}
     fields = kind.config_class()
+    unknown = [its for its in config.options if not (hasattr(fields, its) or hasattr(fields, f"_{its}"))]
+    if unknown:  # transformers takes any
+        raise UsageError(f"task.model.options: {type(fields).__name__} of transformers has no {', '.join(unknown)}")
     return kind._from_config(
         kind.config_class(**{**{its: value for its, value in clip.items() if hasattr(fields, its)}, **config.options})
     )
