@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import transformers
 from safetensors.torch import load_file
 from torchvision.models.swin_transformer import SwinTransformer
 from torchvision.models.video.swin_transformer import SwinTransformer3d
@@ -24,7 +25,6 @@ from torchsbp.train.loop import Trainer
 from torchsbp.train.video.model import Model, groups, make_model
 
 from ..runs import evaluate, final, lines, same, stopped_at, train
-from .files import write_video
 from .runs import SWIN, TINY, listed, recipe
 
 
@@ -331,18 +331,6 @@ def test_arrays_of_epic_kitchens_are_found(tmp_path):
         assert video.read([0, 19]).flatten(1)[:, 0].tolist() == [2, 21]  # frames 3 to 22, counted from 1
 
 
-@pytest.mark.parametrize("fps, expected", [(60, [2, 21, 21]), (30, [1, 10, 10]), (24, [0, 8, 8])])
-def test_frames_of_epic_kitchens_are_sixty_a_second(tmp_path, fps, expected):
-    """Frames 3 to 22, counted from 1, are what a video file shows from 2/60 s on, whatever its own rate."""
-    root = epic(tmp_path / "data")
-    rmtree(root / "P01" / "P01_01")
-    write_video(root / "P01" / "P01_01.MP4", fps=fps)
-    with Epic(root, "labels.csv", ["P26"], training=True).open(0) as video:
-        assert len(video) == 20
-        shown = (video.read([0, 19, 19])[:, 20:, 20:].float().mean((1, 2, 3)) - 20) / 4
-        assert shown.tolist() == pytest.approx(expected, abs=0.4)
-
-
 @pytest.mark.parametrize("line, told", [("2,P01,P01_01,5", "TypeError"), ("2,P01,P01_01,5,x,0,0", "ValueError")])
 def test_a_broken_line_of_annotations_is_told(tmp_path, line, told):
     root = epic(tmp_path / "data")
@@ -437,3 +425,48 @@ def test_weights_of_torchvision_begin_a_model(tmp_path, images):
     clip = image[:, :, None].expand(-1, -1, 4, -1, -1)
     with torch.no_grad():
         torch.testing.assert_close(ours(clip), theirs.eval()(image if images else clip))
+
+
+PREDICTS = {"decoder_hidden_size": 12, "decoder_num_attention_heads": 3, "decoder_intermediate_size": 24}
+PUBLISHED = {
+    "VideoMAE": ("VideoMAEForVideoClassification", VIDEOMAE, "VideoMAEForVideoClassification"),
+    "VideoMAE, pre-trained": ("VideoMAEForPreTraining", {**VIDEOMAE, **PREDICTS}, "VideoMAEForVideoClassification"),
+    "V-JEPA 2": ("VJEPA2ForVideoClassification", VJEPA, "VJEPA2ForVideoClassification"),
+}
+CLIP = {"image_size": 32, "num_frames": 8, "crop_size": 32, "frames_per_clip": 8}
+
+
+def published(name: str, folder: Path) -> tuple[transformers.PreTrainedModel, Model]:
+    """A model of transformers whose weights are in that folder, and what begins from them."""
+    kind, options, ours = PUBLISHED[name]
+    theirs = getattr(transformers, kind)
+    torch.manual_seed(1)
+    model = theirs(theirs.config_class(**CLIP, **options, num_labels=8)).eval()
+    model.save_pretrained(folder)
+    own = {key: value for key, value in options.items() if key not in PREDICTS}
+    return model, Model(name=f"transformers/{ours}", options=own, weights=folder)
+
+
+@pytest.mark.parametrize("name", ["VideoMAE", "V-JEPA 2"])
+def test_weights_of_transformers_begin_a_model(tmp_path, name):
+    """Whose files call some of them otherwise (q_bias)."""
+    theirs, config = published(name, tmp_path)
+    ours = make_model(config, frames=8, size=32, classes=8, start=True).eval()
+    clips = torch.rand(2, 3, 8, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(clips), theirs(clips.transpose(1, 2)).logits)
+
+
+def test_weights_of_pre_training_begin_a_model_with_a_new_head(tmp_path):
+    """The backbone's are theirs; of the norm behind it there are none."""
+    theirs, config = published("VideoMAE, pre-trained", tmp_path)
+    with pytest.raises(CheckpointError, match=r"it lacks body\.model\.fc_norm\.bias.* and has body\.model\.decoder\."):
+        make_model(config, frames=8, size=32, classes=5, start=True)
+    config.new_head = True
+    ours = make_model(config, frames=8, size=32, classes=5, start=True).eval()
+    backbone = theirs.videomae.state_dict()
+    assert same(ours.body.model.videomae.state_dict(), backbone)
+    assert ours.body.model.fc_norm.weight.tolist() == [1.0] * 24
+    config.options = {**VIDEOMAE, "hidden_size": 48}
+    with pytest.raises(CheckpointError, match=r"of a model of another size: .* \(24,.* here \(48,"):
+        make_model(config, frames=8, size=32, classes=5, start=True)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import rmtree
 
 import av
 import numpy as np
@@ -14,9 +15,11 @@ from PIL import Image
 
 from torchsbp.errors import DataError, UsageError
 from torchsbp.train.data import videos
+from torchsbp.train.data.lists import Epic
 from torchsbp.train.data.videos import decoders, open_video
 
 from .files import picture, write_video
+from .test_video import epic
 
 NUMBERS = [0, 5, 3, 30, 31, 39, 12, 12]
 FORMATS = [("a.mp4", "libx264"), ("a.mkv", "libx264"), ("a.webm", "libvpx-vp9"), ("a.avi", "mpeg4")]
@@ -170,3 +173,15 @@ def test_a_decoder_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr(videos, "decoders", dict)
     with pytest.raises(UsageError, match=r"install PyAV: pip install 'torchsbp\[video\]'"):
         open_video(path)
+
+
+@pytest.mark.parametrize("fps, expected", [(60, [2, 21, 21]), (30, [1, 10, 10]), (24, [0, 8, 8])])
+def test_frames_of_epic_kitchens_are_sixty_a_second(tmp_path, fps, expected):
+    """Frames 3 to 22, counted from 1, are what a video file shows from 2/60 s on, whatever its own rate."""
+    root = epic(tmp_path / "data")
+    rmtree(root / "P01" / "P01_01")
+    write_video(root / "P01" / "P01_01.MP4", fps=fps)
+    with Epic(root, "labels.csv", ["P26"], training=True).open(0) as video:
+        assert len(video) == 20
+        shown = (video.read([0, 19, 19])[:, 20:, 20:].float().mean((1, 2, 3)) - 20) / 4
+        assert shown.tolist() == pytest.approx(expected, abs=0.4)

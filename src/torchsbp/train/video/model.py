@@ -19,6 +19,7 @@ from ..ranges import COUNT, NOT_NEGATIVE, SHARE_BELOW_1, refuse
 from ..runs.weights import check_fit, read_weights
 from .inflate import inflated
 from .pool import Mean, Time
+from .pretrained import named_now
 
 TRANSFORMERS = "transformers/"
 SWIN = {
@@ -49,7 +50,7 @@ class Model:
     """begin from these: a checkpoint of ours, a state dict of the same model, or, for swin3d_*, of torchvision's swin_*
     of images, which is inflated"""
     new_head: bool = False
-    """leave the classifier out of weights, for other classes"""
+    """leave the classifier out of weights, for other classes; of transformers, weights may be of pre-training"""
     chunk: int = field(default=64, metadata=COUNT)
     """of timm: frames that are seen at a time where no gradients are needed, in evaluation too"""
     time_layers: int = field(default=0, metadata=NOT_NEGATIVE)
@@ -206,6 +207,8 @@ def load(model: Classifier, config: Model, head: str) -> None:
     if not any(name.startswith("body.") for name in found):
         if isinstance(model.body, SwinTransformer3d):
             found = inflated(found, model.body)
+        if isinstance(model.body, Transformer):
+            found = named_now(model.body.model, found, config.new_head)
         inner = {Frames: "body.encoder.", Transformer: "body.model."}.get(type(model.body), "body.")
         found = {renamed(name, head, inner): value for name, value in found.items()}
         found |= {name: value for name, value in own.items() if name.startswith("pool.")}
