@@ -284,7 +284,20 @@ def test_without_any_video_it_says_so(tmp_path, capsys):
     for path in root.glob("train *.npy"):
         path.unlink()
     assert train([recipe(tmp_path / "b", task={"data": {"source": "list", "root": str(root)}})]) == 1
-    assert "none of the first 8 videos of" in capsys.readouterr().err
+    assert "none of 8 videos of" in capsys.readouterr().err
+
+
+def test_videos_are_looked_for_in_all_of_a_list(tmp_path):
+    """The first of 300 are missing: such as those of one class, in a sorted list."""
+    root = listed(tmp_path / "data")
+    gone = [f"gone {number}.npy 0" for number in range(150)]
+    (root / "half.txt").write_text("\n".join([*gone, *["train 0.npy 1"] * 150]))
+    assert len(Listed(root, "half.txt").labels) == 300
+    (root / "gone.txt").write_text("\n".join(gone))
+    with pytest.raises(
+        DataError, match=r"none of 75 videos of .*gone.txt that were looked for exist, such as .*gone 0"
+    ):
+        Listed(root, "gone.txt")
 
 
 def epic(root: Path) -> Path:

@@ -12,8 +12,8 @@ own are 59.94 a second, in some videos 29.97, 48 or 90, or not always as many.
 
 import csv
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -21,10 +21,11 @@ from ...errors import DataError
 from .clips import Clips
 from .videos import FILES, Video, open_video
 
+T = TypeVar("T")
 CLASSES = "classes.txt"
 FPS = 60
 """of Epic-Kitchens' frames"""
-LOOKED_AT = 100
+LOOKED_FOR = 100
 """videos, of which one must be there"""
 
 
@@ -40,7 +41,7 @@ class Listed(Clips):
         named = (root / CLASSES).is_file()
         self.names = [lines(root / CLASSES) if named else [str(n) for n in range(max(self.labels)[0] + 1)]]
         check_labels(self, self.list, found)
-        check_there(self.list, [root / path for path in self.paths[:LOOKED_AT]])
+        check_there(self.list, [root / path for path in spread(self.paths)])
 
     def parsed(self, number: int, line: str) -> tuple[str, int]:
         path, _, label = line.rpartition(" ")
@@ -84,7 +85,7 @@ class Epic(Clips):
         if not self.rows:
             raise DataError(f"{self.file} has no actions {'but' if training else 'of'} those of {sorted(held_out)}")
         check_labels(self, self.file, found)
-        check_there(self.file, [self.found(*row[:2]) for row in self.rows[:LOOKED_AT]])
+        check_there(self.file, [self.found(*row[:2]) for row in spread(self.rows)])
 
     def title(self, index: int) -> str:
         _, video, begin, end = self.rows[index]
@@ -168,7 +169,13 @@ def check_labels(clips: Clips, file: Path, found: Iterable[int]) -> None:
 
 def check_there(file: Path, paths: Sequence[Path]) -> None:
     """One that is missing is left out when it is read; if all are, they are elsewhere."""
-    if not any(path.exists() for path in islice(paths, LOOKED_AT)):
+    if not any(path.exists() for path in paths):
         raise DataError(
-            f"none of the first {len(paths)} videos of {file} exist, such as {paths[0]}: paths are below task.data.root"
+            f"none of {len(paths)} videos of {file} that were looked for exist, such as {paths[0]}: paths are below "
+            "task.data.root"
         )
+
+
+def spread(videos: list[T]) -> list[T]:
+    """Some from everywhere: lists are often sorted, and the videos of a class may be missing together."""
+    return videos[:: -(-len(videos) // LOOKED_FOR)]

@@ -160,9 +160,8 @@ def of_transformers(config: Model, frames: int, size: int) -> nn.Module:
     except ImportError as error:
         raise UsageError("transformers is not installed; pip install 'torchsbp[transformers]'") from error
     name = config.name.removeprefix(TRANSFORMERS)
-    kind = getattr(transformers, name, None)
-    if not name.endswith("ForVideoClassification") or not hasattr(kind, "config_class"):  # Auto… have none
-        known = [its for its in dir(transformers) if its.endswith("ForVideoClassification") and its[:4] != "Auto"]
+    known = [its for its in dir(transformers) if its.endswith("ForVideoClassification") and its[:4] != "Auto"]
+    if name not in known:
         raise UsageError(
             f"task.model.name {config.name} is unknown; known: {', '.join(TRANSFORMERS + its for its in known)}"
         )
@@ -171,6 +170,7 @@ def of_transformers(config: Model, frames: int, size: int) -> nn.Module:
             f"task.model.drop_path={config.drop_path}: transformers has its own, if any, in task.model.options"
         )
     clip = {"image_size": size, "num_frames": frames, "crop_size": size, "frames_per_clip": frames}
+    kind: Any = getattr(transformers, name)
     fields = kind.config_class()
     unknown = [its for its in config.options if not (hasattr(fields, its) or hasattr(fields, f"_{its}"))]
     if unknown:  # transformers takes any
