@@ -423,21 +423,27 @@ def test_weights_begin_a_model(whole, tmp_path):
     assert set(weights) - equal == {"head.weight", "head.bias"}
 
 
-@pytest.mark.parametrize("images", [False, True])
-def test_weights_of_torchvision_begin_a_model(tmp_path, images):
-    """Those of its Video Swin as they are; those of its Swin of images see a still clip as they saw the image."""
-    if images:
-        sizes = {"patch_size": [4, 4], "window_size": [4, 4], "stochastic_depth_prob": 0.0, "num_classes": 8}
-        theirs = SwinTransformer(**{**SWIN, **sizes})
-    else:
-        theirs = SwinTransformer3d(**{**SWIN, "patch_size": [2, 4, 4], "stochastic_depth_prob": 0.0, "num_classes": 8})
+def swin_of_timm() -> torch.nn.Module:
+    sizes = {**SWIN, "num_heads": tuple(SWIN["num_heads"]), "window_size": 4}
+    return timm.models.SwinTransformer(img_size=128, patch_size=4, num_classes=8, drop_path_rate=0.0, **sizes)
+
+
+@pytest.mark.parametrize("library", ["torchvision, videos", "torchvision", "timm"])
+def test_weights_of_a_swin_begin_a_model(tmp_path, library):
+    """Torchvision's Video Swin as it is; a Swin of images sees a still clip as it saw the image."""
+    sizes = {**SWIN, "stochastic_depth_prob": 0.0, "num_classes": 8}
+    theirs = {
+        "torchvision, videos": lambda: SwinTransformer3d(**{**sizes, "patch_size": [2, 4, 4]}),
+        "torchvision": lambda: SwinTransformer(**{**sizes, "patch_size": [4, 4], "window_size": [4, 4]}),
+        "timm": swin_of_timm,
+    }[library]()
     torch.save(theirs.state_dict(), tmp_path / "theirs.pth")
     config = Model(options=SWIN, weights=tmp_path / "theirs.pth")
     ours = make_model(config, frames=4, size=128, classes=8, start=True).eval()
     image = torch.rand(2, 3, 128, 128)  # large enough for whole windows in the last stage
     clip = image[:, :, None].expand(-1, -1, 4, -1, -1)
     with torch.no_grad():
-        torch.testing.assert_close(ours(clip), theirs.eval()(image if images else clip))
+        torch.testing.assert_close(ours(clip), theirs.eval()(clip if "videos" in library else image))
 
 
 PREDICTS = {"decoder_hidden_size": 12, "decoder_num_attention_heads": 3, "decoder_intermediate_size": 24}

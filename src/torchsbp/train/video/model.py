@@ -47,8 +47,8 @@ class Model:
     lr: float = field(default=1.0, metadata=NOT_NEGATIVE)
     """of the model without classifier and layers over time, as a share of optimizer.lr"""
     weights: Path | None = None
-    """begin from these: a checkpoint of ours, a state dict of the same model, or, for swin3d_*, of torchvision's swin_*
-    of images, which is inflated"""
+    """begin from these: a checkpoint of ours, a state dict of the same model, or, for swin3d_*, of torchvision's or
+    timm's Swin of images, which is inflated"""
     new_head: bool = False
     """leave the classifier out of weights, for other classes; of transformers, weights may be of pre-training"""
     chunk: int = field(default=64, metadata=COUNT)
