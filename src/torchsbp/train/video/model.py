@@ -100,7 +100,8 @@ class Frames(nn.Module):
             return sampled_frames(self.encoder, video, self.sampling, self.step, self.chunk)
         encode = self.encoder if self.training else self.encoder.forward  # not compiled: any number of frames
         frames = video.flatten(0, 1)
-        found = encode(frames) if torch.is_grad_enabled() else in_chunks(encode, frames, self.chunk)
+        at_once = torch.is_grad_enabled() or torch.compiler.is_exporting()  # where any number of clips is one graph
+        found = encode(frames) if at_once else in_chunks(encode, frames, self.chunk)
         return found.unflatten(0, video.shape[:2])
 
     def sample(self, config: SBPConfig) -> None:
