@@ -265,6 +265,19 @@ def test_lists_of_videos_and_what_cannot_be_read(tmp_path):
     assert total.count("<td>0</td>") == 1  # the class of the video that is missing
 
 
+def test_resumed_it_knows_what_could_not_be_read_before(tmp_path):
+    root = listed(tmp_path / "data")
+    (root / "train 3.npy").unlink()
+    np.save(root / "train 1.npy", np.load(root / "train 1.npy")[:5])
+    changes = {"task": {"data": {"source": "list", "root": str(root)}}, "epochs": 1, "batch": 2, "micro_batch": 2}
+    assert train([recipe(tmp_path / "whole", **changes)]) == 0
+    with stopped_at(3):
+        train([recipe(tmp_path / "parts", **changes)])
+    assert train([recipe(tmp_path / "parts", **changes), "--resume=auto"]) == 0
+    whole, parts = (lines(tmp_path / name / "run")[-2] for name in ("whole", "parts"))
+    assert (whole["unread"], whole["short"]) == (parts["unread"], parts["short"]) == (1, 1)
+
+
 def test_the_report_shows_a_video_that_can_be_read(tmp_path):
     root = listed(tmp_path / "data")
     (root / "val 0.npy").unlink()

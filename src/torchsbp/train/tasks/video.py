@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torchsbp import SBPConfig
 
 from ...errors import DataError, UsageError
-from ..data.clips import Clips, EvalClips, Sampling, Target, TrainClips
+from ..data.clips import SHORT, UNREAD, Clips, EvalClips, Sampling, Target, TrainClips
 from ..data.images import named
 from ..data.lists import Epic, Listed
 from ..data.moving import Moving
 from ..data.samples import Samples
+from ..distributed import gather
 from ..ranges import COUNT, SHARE, SHARE_ABOVE_0, ranged, refuse
 from ..task import Task, TaskOptions
 from ..video.evaluation import Batch, Views, metrics
@@ -172,6 +173,14 @@ class Video(Task):
     def normalised(self, clips: Tensor) -> Tensor:
         """Of 0 to 255, on the device."""
         return (clips.to(self.device, non_blocking=True) / 255 - self.mean) / self.std
+
+    def state(self) -> dict[str, Any]:
+        """Notes on training videos, of all processes."""
+        found = gather(self.clip_notes)
+        return {kind: sorted(set().union(*(its.get(kind, ()) for its in found))) for kind in (UNREAD, SHORT)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.clip_notes = {kind: set(texts) for kind, texts in state.items()}
 
     # Model
 
