@@ -357,6 +357,15 @@ def test_arrays_of_epic_kitchens_are_found(tmp_path):
         assert video.read([0, 19]).flatten(1)[:, 0].tolist() == [2, 21]  # frames 3 to 22, counted from 1
 
 
+def test_an_action_that_begins_at_0_begins_with_the_first_frame(tmp_path):
+    root = epic(tmp_path / "data")
+    path = root / "labels.csv"
+    path.write_text(path.read_text().replace("P01_01,3,22", "P01_01,0,22"))
+    with Epic(root, "labels.csv", ["P26"], training=True).open(0) as video:
+        assert len(video) == 22
+        assert video.read([0, 21])[:, 0, 0, 0].tolist() == [1, 22]
+
+
 @pytest.mark.parametrize("line, told", [("2,P01,P01_01,5", "TypeError"), ("2,P01,P01_01,5,x,0,0", "ValueError")])
 def test_a_broken_line_of_annotations_is_told(tmp_path, line, told):
     root = epic(tmp_path / "data")
