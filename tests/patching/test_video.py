@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torchvision.models.video.swin_transformer import SwinTransformer3d
+from torchvision.models.video.swin_transformer import SwinTransformer3d, swin3d_t
 
 import torchsbp
 from torchsbp import SBPConfig
@@ -21,6 +21,18 @@ def test_gradients_are_those_of_the_gated_model(name, scope, sampler):
     family = WINDOWS[name]
     model = family.model(drop_path=0.3)
     check_definition(model, SBPConfig(keep_ratio=0.5, sampler=sampler, scope=scope), family.images())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [(16, 112, 112), (18, 72, 60)])
+@pytest.mark.parametrize("scope", ["branch", "block"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_gradients_of_swin3d_t(size, scope, sampler):
+    """As torchvision makes it, in float64; the grids of the second size are padded in every stage and dimension."""
+    torch.manual_seed(0)
+    model = swin3d_t().double().train()
+    clip = torch.randn(1, 3, *size, dtype=torch.float64)
+    check_definition(model, SBPConfig(keep_ratio=0.5, sampler=sampler, scope=scope), clip)
 
 
 @pytest.mark.parametrize("sampler", ["frames", "random"])

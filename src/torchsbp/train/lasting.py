@@ -68,6 +68,7 @@ class Lasting:
         content = {
             "config": self.described(),
             "about": self.task.weights_about(),
+            "task": self.task.state(),
             "progress": progress.state(),
             **self.learner.state(),
             "sampler": {"seed": self.config.seed, "start": progress.step * self.accumulate},
@@ -142,6 +143,7 @@ class Lasting:
             self.say(f"{path} is of {len(states)} processes, now {processes.world}: random numbers differ")
         self.progress = progress
         self.broken.found.update(progress.broken)
+        self.task.restore(content.get("task", {}))
         barrier()  # all have read
         if processes.main:
             self.folder.put_aside(path, progress.step, self.say)

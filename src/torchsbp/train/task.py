@@ -106,6 +106,13 @@ class Task:
         """A collated batch on the device, ready for ``loss``."""
         return tree_map_only(Tensor, lambda part: part.to(self.device, non_blocking=True), batch)
 
+    def state(self) -> dict[str, Any]:
+        """What the run has learned of its data, for checkpoints; called in all processes together."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Of such a checkpoint; {} of an older one."""
+
     # Model
 
     def model(self, start: bool) -> nn.Module:

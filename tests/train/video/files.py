@@ -6,10 +6,12 @@ import av
 import numpy as np
 
 
-def write_video(path: Path, frames: int = 40, codec: str = "libx264", turned: int = 0, gop: int = 12) -> Path:
+def write_video(
+    path: Path, frames: int = 40, codec: str = "libx264", turned: int = 0, gop: int = 12, fps: int = 25
+) -> Path:
     """``turned``: degrees by which it says that it is to be turned."""
     with av.open(str(path), "w") as file:
-        stream = file.add_stream(codec, rate=25)
+        stream = file.add_stream(codec, rate=fps)
         stream.width, stream.height, stream.pix_fmt, stream.bit_rate = 64, 48, "yuv420p", 8_000_000
         stream.codec_context.gop_size = gop
         if turned:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import transformers
 from safetensors.torch import load_file
 from torchvision.models.swin_transformer import SwinTransformer
 from torchvision.models.video.swin_transformer import SwinTransformer3d
@@ -140,14 +141,9 @@ def test_channels_last_is_of_clips(tmp_path):
 
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3}
-VIDEOMAE = {
-    "hidden_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 3,
-    "intermediate_size": 48,
-    "patch_size": 8,
-}
-VJEPA = {**VIDEOMAE, "mlp_ratio": 2, "num_pooler_layers": 1}
+SIZES = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "patch_size": 8}
+VIDEOMAE = {**SIZES, "intermediate_size": 48}
+VJEPA = {**SIZES, "mlp_ratio": 2, "num_pooler_layers": 1}
 MODELS = {
     "frames of a ViT": ("vit_tiny_patch16_224", VIT, {"sampler": "frames"}),
     "tokens of a ViT": ("vit_tiny_patch16_224", VIT, {"sampler": "grid", "per_sample": True}),
@@ -269,16 +265,52 @@ def test_lists_of_videos_and_what_cannot_be_read(tmp_path):
     assert total.count("<td>0</td>") == 1  # the class of the video that is missing
 
 
+def test_resumed_it_knows_what_could_not_be_read_before(tmp_path):
+    root = listed(tmp_path / "data")
+    (root / "train 3.npy").unlink()
+    np.save(root / "train 1.npy", np.load(root / "train 1.npy")[:5])
+    changes = {"task": {"data": {"source": "list", "root": str(root)}}, "epochs": 1, "batch": 2, "micro_batch": 2}
+    assert train([recipe(tmp_path / "whole", **changes)]) == 0
+    with stopped_at(3):
+        train([recipe(tmp_path / "parts", **changes)])
+    assert train([recipe(tmp_path / "parts", **changes), "--resume=auto"]) == 0
+    whole, parts = (lines(tmp_path / name / "run")[-2] for name in ("whole", "parts"))
+    assert (whole["unread"], whole["short"]) == (parts["unread"], parts["short"]) == (1, 1)
+
+
+def test_the_report_shows_a_video_that_can_be_read(tmp_path):
+    root = listed(tmp_path / "data")
+    (root / "val 0.npy").unlink()
+    trainer = trainer_of(tmp_path, task={"data": {"source": "list", "root": str(root)}})
+    task, evaluator = trainer.task, trainer.task.evaluator()
+    batch = task.prepare(task.collate([task.valid_data[0, number] for number in range(2)]), training=False)
+    evaluator.update(trainer.model.eval(), batch, 2)
+    assert torch.equal(evaluator.first, batch[0][1, 0])
+
+
 def test_without_any_video_it_says_so(tmp_path, capsys):
     root = listed(tmp_path / "data")
     for path in root.glob("train *.npy"):
         path.write_bytes(b"broken")
     assert train([recipe(tmp_path, task={"data": {"source": "list", "root": str(root)}})]) == 1
-    assert "10 videos in a row: video" in capsys.readouterr().err
+    assert "100 videos in a row: video" in capsys.readouterr().err
     for path in root.glob("train *.npy"):
         path.unlink()
     assert train([recipe(tmp_path / "b", task={"data": {"source": "list", "root": str(root)}})]) == 1
-    assert "none of the first 8 videos of" in capsys.readouterr().err
+    assert "none of 8 videos of" in capsys.readouterr().err
+
+
+def test_videos_are_looked_for_in_all_of_a_list(tmp_path):
+    """The first of 300 are missing: such as those of one class, in a sorted list."""
+    root = listed(tmp_path / "data")
+    gone = [f"gone {number}.npy 0" for number in range(150)]
+    (root / "half.txt").write_text("\n".join([*gone, *["train 0.npy 1"] * 150]))
+    assert len(Listed(root, "half.txt").labels) == 300
+    (root / "gone.txt").write_text("\n".join(gone))
+    with pytest.raises(
+        DataError, match=r"none of 75 videos of .*gone.txt that were looked for exist, such as .*gone 0"
+    ):
+        Listed(root, "gone.txt")
 
 
 def epic(root: Path) -> Path:
@@ -325,6 +357,24 @@ def test_arrays_of_epic_kitchens_are_found(tmp_path):
         assert video.read([0, 19]).flatten(1)[:, 0].tolist() == [2, 21]  # frames 3 to 22, counted from 1
 
 
+def test_an_action_that_begins_at_0_begins_with_the_first_frame(tmp_path):
+    root = epic(tmp_path / "data")
+    path = root / "labels.csv"
+    path.write_text(path.read_text().replace("P01_01,3,22", "P01_01,0,22"))
+    with Epic(root, "labels.csv", ["P26"], training=True).open(0) as video:
+        assert len(video) == 22
+        assert video.read([0, 21])[:, 0, 0, 0].tolist() == [1, 22]
+
+
+@pytest.mark.parametrize("line, told", [("2,P01,P01_01,5", "TypeError"), ("2,P01,P01_01,5,x,0,0", "ValueError")])
+def test_a_broken_line_of_annotations_is_told(tmp_path, line, told):
+    root = epic(tmp_path / "data")
+    path = root / "labels.csv"
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(DataError, match=rf"labels.csv:6 is no action of Epic-Kitchens-55: {told}"):
+        Epic(root, "labels.csv", ["P26"], training=True)
+
+
 def test_batch_norms_under_sampled_frames_are_refused_with_the_option_that_freezes_them(tmp_path, capsys):
     path = recipe_of(tmp_path, "resnet18", {}, {"sampler": "frames"})
     assert train([path]) == 2
@@ -362,6 +412,17 @@ def test_actions_of_epic_kitchens_are_stretches(tmp_path):
     [
         ({"model": {"name": "swin3d_x"}}, "task.model.name swin3d_x"),
         ({"model": {"name": "transformers/ViTModel"}}, "transformers/VideoMAEForVideoClassification, "),
+        ({"model": {"name": "transformers/AutoModelForVideoClassification"}}, "known: transformers/TimesformerFor"),
+        (
+            {
+                "model": {
+                    "name": "transformers/VideoMAEForVideoClassification",
+                    "drop_path": 0,
+                    "options": {"hiden": 24},
+                }
+            },
+            "VideoMAEConfig of transformers has no ",
+        ),
         ({"model": {"options": {**SWIN, "wide": 3}}}, "unexpected keyword argument 'wide'"),
         ({"data": {"side": 16}}, "task.data.side=16 is not allowed; allowed: at least task.data.size=32"),
         ({"augment": {"scale": [0.9, 0.5]}}, "the first not above the second"),
@@ -384,18 +445,69 @@ def test_weights_begin_a_model(whole, tmp_path):
     assert set(weights) - equal == {"head.weight", "head.bias"}
 
 
-@pytest.mark.parametrize("images", [False, True])
-def test_weights_of_torchvision_begin_a_model(tmp_path, images):
-    """Those of its Video Swin as they are; those of its Swin of images see a still clip as they saw the image."""
-    if images:
-        sizes = {"patch_size": [4, 4], "window_size": [4, 4], "stochastic_depth_prob": 0.0, "num_classes": 8}
-        theirs = SwinTransformer(**{**SWIN, **sizes})
-    else:
-        theirs = SwinTransformer3d(**{**SWIN, "patch_size": [2, 4, 4], "stochastic_depth_prob": 0.0, "num_classes": 8})
+def swin_of_timm() -> torch.nn.Module:
+    sizes = {**SWIN, "num_heads": tuple(SWIN["num_heads"]), "window_size": 4}
+    return timm.models.SwinTransformer(img_size=128, patch_size=4, num_classes=8, drop_path_rate=0.0, **sizes)
+
+
+@pytest.mark.parametrize("library", ["torchvision, videos", "torchvision", "timm"])
+def test_weights_of_a_swin_begin_a_model(tmp_path, library):
+    """Torchvision's Video Swin as it is; a Swin of images sees a still clip as it saw the image."""
+    sizes = {**SWIN, "stochastic_depth_prob": 0.0, "num_classes": 8}
+    theirs = {
+        "torchvision, videos": lambda: SwinTransformer3d(**{**sizes, "patch_size": [2, 4, 4]}),
+        "torchvision": lambda: SwinTransformer(**{**sizes, "patch_size": [4, 4], "window_size": [4, 4]}),
+        "timm": swin_of_timm,
+    }[library]()
     torch.save(theirs.state_dict(), tmp_path / "theirs.pth")
     config = Model(options=SWIN, weights=tmp_path / "theirs.pth")
     ours = make_model(config, frames=4, size=128, classes=8, start=True).eval()
     image = torch.rand(2, 3, 128, 128)  # large enough for whole windows in the last stage
     clip = image[:, :, None].expand(-1, -1, 4, -1, -1)
     with torch.no_grad():
-        torch.testing.assert_close(ours(clip), theirs.eval()(image if images else clip))
+        torch.testing.assert_close(ours(clip), theirs.eval()(clip if "videos" in library else image))
+
+
+PREDICTS = {"decoder_hidden_size": 12, "decoder_num_attention_heads": 3, "decoder_intermediate_size": 24}
+PUBLISHED = {
+    "VideoMAE": ("VideoMAEForVideoClassification", VIDEOMAE, "VideoMAEForVideoClassification"),
+    "VideoMAE, pre-trained": ("VideoMAEForPreTraining", {**VIDEOMAE, **PREDICTS}, "VideoMAEForVideoClassification"),
+    "V-JEPA 2": ("VJEPA2ForVideoClassification", VJEPA, "VJEPA2ForVideoClassification"),
+}
+CLIP = {"image_size": 32, "num_frames": 8, "crop_size": 32, "frames_per_clip": 8}
+
+
+def published(name: str, folder: Path) -> tuple[transformers.PreTrainedModel, Model]:
+    """A model of transformers whose weights are in that folder, and what begins from them."""
+    kind, options, ours = PUBLISHED[name]
+    theirs = getattr(transformers, kind)
+    torch.manual_seed(1)
+    model = theirs(theirs.config_class(**CLIP, **options, num_labels=8)).eval()
+    model.save_pretrained(folder)
+    own = {key: value for key, value in options.items() if key not in PREDICTS}
+    return model, Model(name=f"transformers/{ours}", options=own, weights=folder)
+
+
+@pytest.mark.parametrize("name", ["VideoMAE", "V-JEPA 2"])
+def test_weights_of_transformers_begin_a_model(tmp_path, name):
+    """Whose files call some of them otherwise (q_bias)."""
+    theirs, config = published(name, tmp_path)
+    ours = make_model(config, frames=8, size=32, classes=8, start=True).eval()
+    clips = torch.rand(2, 3, 8, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(clips), theirs(clips.transpose(1, 2)).logits)
+
+
+def test_weights_of_pre_training_begin_a_model_with_a_new_head(tmp_path):
+    """The backbone's are theirs; of the norm behind it there are none."""
+    theirs, config = published("VideoMAE, pre-trained", tmp_path)
+    with pytest.raises(CheckpointError, match=r"it lacks body\.model\.fc_norm\.bias.* and has body\.model\.decoder\."):
+        make_model(config, frames=8, size=32, classes=5, start=True)
+    config.new_head = True
+    ours = make_model(config, frames=8, size=32, classes=5, start=True).eval()
+    backbone = theirs.videomae.state_dict()
+    assert same(ours.body.model.videomae.state_dict(), backbone)
+    assert ours.body.model.fc_norm.weight.tolist() == [1.0] * 24
+    config.options = {**VIDEOMAE, "hidden_size": 48}
+    with pytest.raises(CheckpointError, match=r"of a model of another size: .* \(24,.* here \(48,"):
+        make_model(config, frames=8, size=32, classes=5, start=True)

@@ -5,7 +5,9 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import rmtree
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -13,9 +15,11 @@ from PIL import Image
 
 from torchsbp.errors import DataError, UsageError
 from torchsbp.train.data import videos
+from torchsbp.train.data.lists import Epic
 from torchsbp.train.data.videos import decoders, open_video
 
 from .files import picture, write_video
+from .test_video import epic
 
 NUMBERS = [0, 5, 3, 30, 31, 39, 12, 12]
 FORMATS = [("a.mp4", "libx264"), ("a.mkv", "libx264"), ("a.webm", "libvpx-vp9"), ("a.avi", "mpeg4")]
@@ -123,10 +127,12 @@ def test_what_cannot_be_read_is_said_with_its_file(tmp_path):
     broken.write_bytes(b"not a video at all")
     (tmp_path / "empty").mkdir()
     np.save(tmp_path / "wrong.npy", np.zeros((4, 5, 5), np.uint8))
+    np.save(tmp_path / "flat.npy", np.zeros((4, 0, 5, 3), np.uint8))
     for path, reason in [
         (broken, "can't be read"),
         (tmp_path / "missing.mp4", ""),
         (tmp_path / "empty", "has no frames"),
+        (tmp_path / "flat.npy", r"holds uint8 \[4, 0, 5, 3\]; allowed: "),
         (tmp_path / "wrong.npy", r"holds uint8 \[4, 5, 5\]; allowed: uint8 \[frames, height, width, 3\]"),
     ]:
         with pytest.raises(DataError, match=f"video .*{path.name}.*{reason}"):
@@ -139,6 +145,18 @@ def test_a_file_that_ends_too_soon(tmp_path):
     with open_video(path, "pyav") as video:
         assert 0 < len(video) < 40
         assert len(video.read(range(len(video) - 1))) == len(video) - 1
+
+
+def test_a_file_without_key_frames(tmp_path):
+    whole, path = write_video(tmp_path / "a.mkv", gop=100), tmp_path / "b.mkv"
+    with av.open(str(whole)) as file, av.open(str(path), "w") as other:
+        stream = other.add_stream_from_template(file.streams.video[0])
+        for packet in file.demux(video=0):
+            if packet.dts is not None and not packet.is_keyframe:
+                packet.stream = stream
+                other.mux(packet)
+    with pytest.raises(DataError, match=r"b\.mkv has no key frame"):
+        open_video(path, "pyav")
 
 
 def test_pictures_of_several_sizes_are_refused(tmp_path):
@@ -155,3 +173,15 @@ def test_a_decoder_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr(videos, "decoders", dict)
     with pytest.raises(UsageError, match=r"install PyAV: pip install 'torchsbp\[video\]'"):
         open_video(path)
+
+
+@pytest.mark.parametrize("fps, expected", [(60, [2, 21, 21]), (30, [1, 10, 10]), (24, [0, 8, 8])])
+def test_frames_of_epic_kitchens_are_sixty_a_second(tmp_path, fps, expected):
+    """Frames 3 to 22, counted from 1, are what a video file shows from 2/60 s on, whatever its own rate."""
+    root = epic(tmp_path / "data")
+    rmtree(root / "P01" / "P01_01")
+    write_video(root / "P01" / "P01_01.MP4", fps=fps)
+    with Epic(root, "labels.csv", ["P26"], training=True).open(0) as video:
+        assert len(video) == 20
+        shown = (video.read([0, 19, 19])[:, 20:, 20:].float().mean((1, 2, 3)) - 20) / 4
+        assert shown.tolist() == pytest.approx(expected, abs=0.4)

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...errors import DataError
+from ...errors import DataError, UsageError
 from .videos import Video
 
-TRIES = 10
-"""videos in a row that may be unreadable"""
+TRIES = 100
+"""videos in a row that may be unreadable: with half of them missing, no run meets so many"""
 UNREAD, SHORT = "unread", "short"
 
 
@@ -84,11 +84,16 @@ class Source:
         return f"video {self.clips.title(index)}"
 
     def read(self, index: int, numbers: Callable[[int], list[int]]) -> tuple[Tensor, Target]:
-        with self.clips.open(index) as video:
-            frames = video.read(numbers(len(video)))
-            short = len(video) < self.sampling.span
-            text = f"{self.clips.title(index)}: {len(video)} frames, a clip spans {self.sampling.span}"
-        return frames, Target(torch.tensor(self.clips.labels[index]), (Note(SHORT, text),) if short else ())
+        try:
+            with self.clips.open(index) as video:
+                frames, count = video.read(numbers(len(video))), len(video)
+        except (DataError, UsageError):
+            raise
+        except Exception as error:  # whatever a decoder raises
+            raise DataError(f"{self.where(index)} can't be read: {error}") from error
+        text = f"{self.clips.title(index)}: {count} frames, a clip spans {self.sampling.span}"
+        notes = (Note(SHORT, text),) if count < self.sampling.span else ()
+        return frames, Target(torch.tensor(self.clips.labels[index]), notes)
 
 
 class TrainClips(Source):

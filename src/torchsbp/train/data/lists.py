@@ -5,12 +5,15 @@ ROOT/classes.txt               names of the classes, one a line; without it they
 
 ROOT/EPIC_train_action_labels.csv, EPIC_verb_classes.csv, EPIC_noun_classes.csv     as published
 ROOT/P01/P01_01.MP4            videos, or P01/P01_01.npy, or folders of frames P01/P01_01/; P01/ may be left out
+
+Epic-Kitchens' frames are 60 a second, as its authors extract them; those of a video file are taken by their times: its
+own are 59.94 a second, in some videos 29.97, 48 or 90, or not always as many.
 """
 
 import csv
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -18,8 +21,11 @@ from ...errors import DataError
 from .clips import Clips
 from .videos import FILES, Video, open_video
 
+T = TypeVar("T")
 CLASSES = "classes.txt"
-LOOKED_AT = 100
+FPS = 60
+"""of Epic-Kitchens' frames"""
+LOOKED_FOR = 100
 """videos, of which one must be there"""
 
 
@@ -35,7 +41,7 @@ class Listed(Clips):
         named = (root / CLASSES).is_file()
         self.names = [lines(root / CLASSES) if named else [str(n) for n in range(max(self.labels)[0] + 1)]]
         check_labels(self, self.list, found)
-        check_there(self.list, [root / path for path in self.paths[:LOOKED_AT]])
+        check_there(self.list, [root / path for path in spread(self.paths)])
 
     def parsed(self, number: int, line: str) -> tuple[str, int]:
         path, _, label = line.rpartition(" ")
@@ -70,7 +76,7 @@ class Epic(Clips):
                 participant, video = row["participant_id"], row["video_id"]
                 begin, end = int(row["start_frame"]) - 1, int(row["stop_frame"])  # theirs count from 1
                 labels = int(row["verb_class"]), int(row["noun_class"])
-            except (KeyError, ValueError) as error:
+            except (KeyError, TypeError, ValueError) as error:  # a column is missing, a line ends early, no number
                 raise DataError(f"{self.file}:{number} is no action of Epic-Kitchens-55: {error!r}") from error
             if (participant in held_out) != training:
                 self.rows.append((participant, video, begin, end))
@@ -79,7 +85,7 @@ class Epic(Clips):
         if not self.rows:
             raise DataError(f"{self.file} has no actions {'but' if training else 'of'} those of {sorted(held_out)}")
         check_labels(self, self.file, found)
-        check_there(self.file, [self.found(*row[:2]) for row in self.rows[:LOOKED_AT]])
+        check_there(self.file, [self.found(*row[:2]) for row in spread(self.rows)])
 
     def title(self, index: int) -> str:
         _, video, begin, end = self.rows[index]
@@ -87,7 +93,7 @@ class Epic(Clips):
 
     def open(self, index: int) -> Video:
         participant, video, begin, end = self.rows[index]
-        return Part(open_video(self.found(participant, video)), begin, end, self.title(index))
+        return Part(open_video(self.found(participant, video), fps=FPS), begin, end, self.title(index))
 
     def found(self, participant: str, video: str) -> Path:
         """Where the video is, or where it would be."""
@@ -98,19 +104,23 @@ class Epic(Clips):
 
 
 class Part(Video):
-    """A stretch of a video, or what there is of it."""
+    """A stretch of a video at ``FPS`` frames a second, or what there is of it."""
+
+    fps = FPS
 
     def __init__(self, video: Video, begin: int, end: int, title: str) -> None:
-        self.video, self.fps, self.begin = video, video.fps, begin
-        self.count = min(end, len(video)) - begin
+        self.video, self.begin = video, max(0, begin)
+        there = len(video.moments(FPS))
+        self.count = min(end, there) - self.begin
         if self.count < 1:
-            raise DataError(f"{title}: the video has {len(video)} frames")
+            video.close()
+            raise DataError(f"{title}: the video has {there} frames")
 
     def __len__(self) -> int:
         return self.count
 
     def read(self, numbers: Sequence[int]) -> Tensor:
-        return self.video.read([self.begin + number for number in numbers])
+        return self.video.frames_at([(self.begin + number) / FPS for number in numbers]).permute(0, 2, 3, 1)
 
     def close(self) -> None:
         self.video.close()
@@ -159,7 +169,13 @@ def check_labels(clips: Clips, file: Path, found: Iterable[int]) -> None:
 
 def check_there(file: Path, paths: Sequence[Path]) -> None:
     """One that is missing is left out when it is read; if all are, they are elsewhere."""
-    if not any(path.exists() for path in islice(paths, LOOKED_AT)):
+    if not any(path.exists() for path in paths):
         raise DataError(
-            f"none of the first {len(paths)} videos of {file} exist, such as {paths[0]}: paths are below task.data.root"
+            f"none of {len(paths)} videos of {file} that were looked for exist, such as {paths[0]}: paths are below "
+            "task.data.root"
         )
+
+
+def spread(videos: list[T]) -> list[T]:
+    """Some from everywhere: lists are often sorted, and the videos of a class may be missing together."""
+    return videos[:: -(-len(videos) // LOOKED_FOR)]

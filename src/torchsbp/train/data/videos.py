@@ -170,6 +170,8 @@ class WithPyAV(Video):
         self.numbers = {shown_at: number for number, (shown_at, _) in enumerate(shown)}
         self.times = [float((shown_at - shown[0][0]) * (self.stream.time_base or 1)) for shown_at, _ in shown]
         self.keys = [(number, seek_to) for number, (_, seek_to) in enumerate(shown) if seek_to is not None]
+        if not self.keys:
+            raise DataError(f"video {path} has no key frame")
         self.frames: Iterator[Any] = iter(())
         self.next = len(shown)
 
@@ -269,7 +271,7 @@ class Array(Stills):
     def __init__(self, path: Path, fps: float | None) -> None:
         super().__init__(fps)
         self.array = np.load(path, mmap_mode="r")
-        if self.array.ndim != 4 or self.array.shape[-1] != 3 or self.array.dtype != np.uint8:
+        if self.array.ndim != 4 or self.array.shape[-1] != 3 or 0 in self.array.shape or self.array.dtype != np.uint8:
             found = f"{self.array.dtype} {list(self.array.shape)}"
             raise DataError(f"video {path} holds {found}; allowed: uint8 [frames, height, width, 3]")
 

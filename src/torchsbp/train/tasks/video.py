@@ -11,19 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import torchsbp
 from torchsbp import SBPConfig
 
 from ...errors import DataError, UsageError
-from ..data.clips import Clips, EvalClips, Sampling, Target, TrainClips
+from ..data.clips import SHORT, UNREAD, Clips, EvalClips, Sampling, Target, TrainClips
 from ..data.images import named
 from ..data.lists import Epic, Listed
 from ..data.moving import Moving
 from ..data.samples import Samples
+from ..distributed import gather
 from ..ranges import COUNT, SHARE, SHARE_ABOVE_0, ranged, refuse
 from ..task import Task, TaskOptions
 from ..video.evaluation import Batch, Views, metrics
-from ..video.model import Classifier, Frames, Model, groups, is_video, make_model, patches
+from ..video.kept import kept_cells
+from ..video.model import Classifier, Frames, Model, groups, is_video, make_model
 from ..video.picture import strip
 from ..video.predictions import Actions
 from ..video.views import Augment, EvalViews, TrainView
@@ -100,7 +101,7 @@ class Video(Task):
         if is_video(options.model.name):
             self.channels_last = torch.channels_last_3d
         self.clip_notes: dict[str, set[str]] = {}
-        self.sampled: nn.Module | None = None
+        self.sampled: Classifier | None = None
         """the model that SBP is applied to"""
 
     @classmethod
@@ -173,6 +174,14 @@ class Video(Task):
         """Of 0 to 255, on the device."""
         return (clips.to(self.device, non_blocking=True) / 255 - self.mean) / self.std
 
+    def state(self) -> dict[str, Any]:
+        """Notes on training videos, of all processes."""
+        found = gather(self.clip_notes)
+        return {kind: sorted(set().union(*(its.get(kind, ()) for its in found))) for kind in (UNREAD, SHORT)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.clip_notes = {kind: set(texts) for kind, texts in state.items()}
+
     # Model
 
     def model(self, start: bool) -> nn.Module:
@@ -185,12 +194,12 @@ class Video(Task):
             model.body.sample(config)
         else:
             super().apply_sbp(model, config)
-            self.sampled = model
+        self.sampled = model
 
     def set_step(self, model: nn.Module, number: int) -> None:
         assert isinstance(model, Classifier)
-        if self.sampled is None:
-            model.body.step = number  # type: ignore[assignment]
+        if isinstance(model.body, Frames) and model.body.sampling is not None:
+            model.body.step = number
         else:
             super().set_step(model, number)
 
@@ -215,16 +224,9 @@ class Video(Task):
         return Views(self.device, list(self.classes), list(self.classes.values()), self.clip_notes, self.picture)
 
     def picture(self, clip: Tensor) -> bytes:
-        """A normalised clip, and which positions of clips the last training forward kept."""
-        colours, model = clip * self.std + self.mean, self.sampled
-        patch = None if model is None else patches(model.body)  # type: ignore[arg-type]
-        if model is None or patch is None:
-            return strip(colours)
-        try:
-            kept = next(iter(torchsbp.kept(model).values()))[0]
-        except UsageError:  # none yet
-            return strip(colours)
-        return strip(colours, kept, patch)
+        """A normalised clip, and what of clips the last training forward kept."""
+        kept = None if self.sampled is None else kept_cells(self.sampled, clip.shape[1])
+        return strip(clip * self.std + self.mean, kept)
 
     def weights_about(self) -> dict[str, str]:
         """The classes' names, by head, in the order of the model's outputs."""

@@ -54,12 +54,12 @@ class Views(Evaluator):
 
     def update(self, model: nn.Module, batch: Batch, valid: int) -> None:
         clips, labels, notes = batch
-        if self.first is None:
-            self.first = clips[0, 0].clone()
         for note in notes:
             self.notes[note.kind].add(note.text)
         found = probabilities(model, clips, [its.classes for its in self.accuracies])
         read = (labels[:, 0] >= 0) & (torch.arange(len(labels), device=labels.device) < valid)
+        if self.first is None and read.any():
+            self.first = clips[int(read.nonzero()[0]), 0].clone()
         labels, right = labels[read], torch.ones_like(labels[read, 0], dtype=torch.bool)
         for number, (accuracy, its) in enumerate(zip(self.accuracies, found, strict=True)):
             scores = its[read].clamp(min=torch.finfo(its.dtype).tiny).log()

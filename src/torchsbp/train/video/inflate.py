@@ -1,5 +1,7 @@
-"""Video Swin from weights of torchvision's Swin of images, as its authors begin: each frame of a patch has the image's
-kernel over their number, each distance in time has the image's position biases."""
+"""Video Swin from weights of a Swin of images, as its authors begin: each frame of a patch has the image's kernel over
+their number, each distance in time has the image's position biases."""
+
+import re
 
 from torch import Tensor
 from torchvision.models.video.swin_transformer import SwinTransformer3d
@@ -9,29 +11,42 @@ TABLE, INDEX = "relative_position_bias_table", "relative_position_index"
 
 
 def inflated(weights: dict[str, Tensor], model: SwinTransformer3d) -> dict[str, Tensor]:
-    """As they are, if they are not of images."""
-    if "features.0.0.weight" not in weights or weights["features.0.0.weight"].dim() != 4:
+    """Those of torchvision's Swin or of timm's; as they are, if they are not of images."""
+    if "layers.0.blocks.0.norm1.weight" in weights:
+        names = {name: of_timm(name) for name in weights}
+    elif "features.0.0.weight" in weights and weights["features.0.0.weight"].dim() == 4:
+        names = {name: of_torchvision(name) for name in weights}
+    else:
         return weights
     own = model.state_dict()
-    return {name: fitted(name, value, own) for name, value in map(numbered, weights.items())}
+    indices = {name: index for name, index in own.items() if name.endswith(INDEX)}
+    return {names[name]: fitted(names[name], value, own) for name, value in weights.items()} | indices
 
 
-def numbered(item: tuple[str, Tensor]) -> tuple[str, Tensor]:
-    """By its name in the model of videos, whose stages are counted from 0: the patches are not among them."""
-    name, value = item
+def of_torchvision(name: str) -> str:
+    """In the model of videos, whose stages are counted from 0: the patches are not among them."""
     for before, now in PATCH.items():
         if name.startswith(before):
-            return now + name.removeprefix(before), value
+            return now + name.removeprefix(before)
     if name.startswith("features."):
         _, number, rest = name.split(".", 2)
-        return f"features.{int(number) - 1}.{rest}", value
-    return name, value
+        return f"features.{int(number) - 1}.{rest}"
+    return name
+
+
+def of_timm(name: str) -> str:
+    """There a stage begins with its down-sampling; in torchvision that is between the stages."""
+    part = re.match(r"layers\.(\d+)\.(blocks|downsample)\.", name)
+    if part:
+        number = 2 * int(part[1]) - (part[2] == "downsample")
+        name = f"features.{number}.{name[part.end() :]}"
+    return name.replace(".mlp.fc1.", ".mlp.0.").replace(".mlp.fc2.", ".mlp.3.").replace("head.fc.", "head.")
 
 
 def fitted(name: str, value: Tensor, own: dict[str, Tensor]) -> Tensor:
     if name == "patch_embed.proj.weight":
         frames = own[name].shape[2]
         return value[:, :, None].expand(-1, -1, frames, -1, -1) / frames
-    if name.endswith(TABLE):
+    if name.endswith(TABLE) and name in own:
         return value.repeat(own[name].shape[0] // value.shape[0], 1)
-    return own[name] if name.endswith(INDEX) else value
+    return value

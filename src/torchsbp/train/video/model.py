@@ -1,6 +1,5 @@
 """Classifiers of clips: a body of torchvision, transformers or timm, whose features one linear layer reads."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from ..ranges import COUNT, NOT_NEGATIVE, SHARE_BELOW_1, refuse
 from ..runs.weights import check_fit, read_weights
 from .inflate import inflated
 from .pool import Mean, Time
+from .pretrained import named_now
 
 TRANSFORMERS = "transformers/"
 SWIN = {
@@ -47,10 +47,10 @@ class Model:
     lr: float = field(default=1.0, metadata=NOT_NEGATIVE)
     """of the model without classifier and layers over time, as a share of optimizer.lr"""
     weights: Path | None = None
-    """begin from these: a checkpoint of ours, a state dict of the same model, or, for swin3d_*, of torchvision's swin_*
-    of images, which is inflated"""
+    """begin from these: a checkpoint of ours, a state dict of the same model, or, for swin3d_*, of torchvision's or
+    timm's Swin of images, which is inflated"""
     new_head: bool = False
-    """leave the classifier out of weights, for other classes"""
+    """leave the classifier out of weights, for other classes; of transformers, weights may be of pre-training"""
     chunk: int = field(default=64, metadata=COUNT)
     """of timm: frames that are seen at a time where no gradients are needed, in evaluation too"""
     time_layers: int = field(default=0, metadata=NOT_NEGATIVE)
@@ -100,7 +100,8 @@ class Frames(nn.Module):
             return sampled_frames(self.encoder, video, self.sampling, self.step, self.chunk)
         encode = self.encoder if self.training else self.encoder.forward  # not compiled: any number of frames
         frames = video.flatten(0, 1)
-        found = encode(frames) if torch.is_grad_enabled() else in_chunks(encode, frames, self.chunk)
+        at_once = torch.is_grad_enabled() or torch.compiler.is_exporting()  # where any number of clips is one graph
+        found = encode(frames) if at_once else in_chunks(encode, frames, self.chunk)
         return found.unflatten(0, video.shape[:2])
 
     def sample(self, config: SBPConfig) -> None:
@@ -160,9 +161,8 @@ def of_transformers(config: Model, frames: int, size: int) -> nn.Module:
     except ImportError as error:
         raise UsageError("transformers is not installed; pip install 'torchsbp[transformers]'") from error
     name = config.name.removeprefix(TRANSFORMERS)
-    kind = getattr(transformers, name, None)
-    if not name.endswith("ForVideoClassification") or kind is None:
-        known = [its for its in dir(transformers) if its.endswith("ForVideoClassification")]
+    known = [its for its in dir(transformers) if its.endswith("ForVideoClassification") and its[:4] != "Auto"]
+    if name not in known:
         raise UsageError(
             f"task.model.name {config.name} is unknown; known: {', '.join(TRANSFORMERS + its for its in known)}"
         )
@@ -171,7 +171,11 @@ def of_transformers(config: Model, frames: int, size: int) -> nn.Module:
             f"task.model.drop_path={config.drop_path}: transformers has its own, if any, in task.model.options"
         )
     clip = {"image_size": size, "num_frames": frames, "crop_size": size, "frames_per_clip": frames}
+    kind: Any = getattr(transformers, name)
     fields = kind.config_class()
+    unknown = [its for its in config.options if not (hasattr(fields, its) or hasattr(fields, f"_{its}"))]
+    if unknown:  # transformers takes any
+        raise UsageError(f"task.model.options: {type(fields).__name__} of transformers has no {', '.join(unknown)}")
     return kind._from_config(
         kind.config_class(**{**{its: value for its, value in clip.items() if hasattr(fields, its)}, **config.options})
     )
@@ -204,6 +208,8 @@ def load(model: Classifier, config: Model, head: str) -> None:
     if not any(name.startswith("body.") for name in found):
         if isinstance(model.body, SwinTransformer3d):
             found = inflated(found, model.body)
+        if isinstance(model.body, Transformer):
+            found = named_now(model.body.model, found, config.new_head)
         inner = {Frames: "body.encoder.", Transformer: "body.model."}.get(type(model.body), "body.")
         found = {renamed(name, head, inner): value for name, value in found.items()}
         found |= {name: value for name, value in own.items() if name.startswith("pool.")}
@@ -233,13 +239,3 @@ def groups(model: Classifier, lr: float, share: float) -> list[dict[str, Any]]:
 
 def decaying(name: str, parameter: Tensor) -> bool:
     return parameter.dim() > 1 and not name.endswith("relative_position_bias_table")
-
-
-def patches(body: nn.Module) -> Sequence[int] | None:
-    """Frames, height and width of what one position of the first grid sees; None: positions are of single images."""
-    if isinstance(body, SwinTransformer3d):
-        return body.patch_embed.tuple_patch_size
-    if isinstance(body, Transformer):
-        config: Any = body.model.config
-        return config.tubelet_size, config.patch_size, config.patch_size
-    return None

@@ -1,0 +1,39 @@
+"""What the last training step kept of the first clip of its batch, as a map over frames, height and width."""
+
+import torch
+from torch import Tensor, nn
+
+from ...patching.apply import patched_entries
+from ..frames import sampled_frames
+from .model import Classifier, Frames
+
+
+def kept_cells(model: Classifier, frames: int) -> Tensor | None:
+    """``[T', H', W']``, 1 where it was kept; None if nothing has been sampled yet. Of blocks, the first one's."""
+    body = model.body
+    if isinstance(body, Frames) and body.sampling is not None:
+        return kept_frames(body, frames)[:, None, None]
+    return kept_positions(body, frames)
+
+
+def kept_frames(body: Frames, frames: int) -> Tensor:
+    """Those that gradients reach; every clip of a batch is sampled as if it were alone."""
+    assert body.sampling is not None
+    clip = torch.zeros(1, frames, 1, requires_grad=True)
+    with torch.enable_grad():
+        seen = sampled_frames(torch.clone, clip, body.sampling, body.step, frames)
+    (found,) = torch.autograd.grad(seen, clip, torch.ones_like(seen))
+    return found.flatten()
+
+
+def kept_positions(body: nn.Module, frames: int) -> Tensor | None:
+    """Of a grid over space and time, or of a grid of every frame."""
+    entry, module = next(patched_entries(body))
+    masks, drawn = entry.masks, entry.masks.drawn
+    if drawn is None:
+        return None
+    grid = drawn.grids[masks.sites[0].stage]
+    positions = masks.positions_kept(drawn, 0, entry.step(module).device).cpu()
+    clip = positions[: 1 if len(grid) == 3 else frames]
+    cells = torch.zeros(len(clip), masks.positions(grid)).scatter_(1, clip, 1.0)
+    return cells[:, masks.prefix :].reshape(-1, *grid[-2:])
