@@ -20,19 +20,20 @@ from ..sampling import samplers
 
 
 def apply_chosen(model: nn.Module, keep_ratio: float, by: str = "norm", of: str = "blocks") -> "Draw":
-    """In place, on the blocks that SBP samples by default. What is returned has the ``step`` to set."""
+    """In place, on the blocks that SBP samples by default: ``by`` one of CHOICES, ``of`` "blocks" or "weights". What
+    is returned has the ``step`` to set."""
     ((_, backbone, adapter, layout),) = find_backbones(model)
     draw = Draw(keep_ratio, by, layout.prefix_of(backbone))
     model.register_forward_pre_hook(draw)
-    for its in survey(backbone, adapter, layout, SBPConfig(exact_downsampling=True)):
-        if its.depth is None:
-            continue
-        if of == "blocks":
-            channels = 1 if hasattr(its.module, "conv_dw") else -1
-            its.module.register_forward_hook(lambda _, args, y, at=channels: OfBlock.apply(y, args[0], draw, at))
-        for layer in its.module.modules() if of == "weights" else ():
-            if isinstance(layer, nn.Linear):
-                layer.register_forward_hook(lambda layer, args, y: OfWeight.apply(y, args[0], layer.weight, draw))
+    found = survey(backbone, adapter, layout, SBPConfig(exact_downsampling=True))
+    blocks = [its.module for its in found if its.depth is not None]
+    if of == "blocks":
+        for block in blocks:
+            channels = 1 if hasattr(block, "conv_dw") else -1
+            block.register_forward_hook(lambda _, args, y, at=channels: OfBlock.apply(y, args[0], draw, at))
+    else:
+        for layer in (its for block in blocks for its in block.modules() if isinstance(its, nn.Linear)):
+            layer.register_forward_hook(lambda layer, args, y: OfWeight.apply(y, args[0], layer.weight, draw))
     return draw
 
 
