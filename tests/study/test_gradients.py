@@ -32,3 +32,17 @@ def test_the_study_runs_at_toy_size(data, tmp_path):
     assert "| vit | grid 0.5 | " in (tmp_path / "gradients.md").read_text()
     assert (tmp_path / "gradients_vit.svg").read_text().count('class="title"') >= 2
     assert [its.figure for its in findings(rows_of("gradients", tmp_path))] == ["3 (vit)", "5 (vit)", "5 (vit)"]
+
+
+def test_rows_chosen_in_backward_are_arms_of_it(data, tmp_path):
+    arms = ["even 0.5", "norm 0.5", "norm 0.25", "largest 0.5", "dW 0.5", "norm dW 0.5"]
+    options = ["--models", "vit,convnext", "--arms", ";".join(arms), "--epochs", "1", "--masks", "4"]
+    assert study("gradients", data, tmp_path, *options) == 0
+    found = {(row["model"], row["arm"]): row["layers"] for row in rows_of("gradients", tmp_path) if "layers" in row}
+    assert list(found) == [(model, arm) for model in ("vit", "convnext") for arm in arms]
+    for model, below in (("vit", "patch_embed.proj"), ("convnext", "stem.0")):
+        _, _, bias, variance = found[model, "largest 0.5"][below]
+        assert variance == 0 < bias  # nothing is drawn
+        assert found[model, "norm 0.25"][below][3] > found[model, "norm 0.5"][below][3] > 0
+        assert found[model, "dW 0.5"][below] == pytest.approx([1, 1, 0, 0], abs=1e-5)  # input gradients are exact
+    assert "vit: bias and variance, chosen rows" in (tmp_path / "gradients_vit.svg").read_text()

@@ -13,7 +13,9 @@ PAGE = ROOT / "docs" / "study"
 NAMES = sorted(path.stem for path in RECORDED.glob("*.jsonl"))
 
 
-@pytest.mark.parametrize("folder, name", [*((".", name) for name in NAMES), ("video", "similarity")])
+@pytest.mark.parametrize(
+    "folder, name", [*((".", name) for name in NAMES), ("chosen", "gradients"), ("video", "similarity")]
+)
 def test_tables_and_figures_are_those_of_the_results(folder, name):
     rows = results.read(RECORDED / folder)
     assert tables(name, rows).strip() in (PAGE / "README.md").read_text()

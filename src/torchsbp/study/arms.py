@@ -1,7 +1,11 @@
 """Arms: ways to take gradients, by name, and the grids of them that figures compare."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from .chosen import apply_chosen
+from .local import apply_local
 
 Options = dict[str, Any]
 ALL = ("vit", "hybrid", "convnext", "convnext2", "swin")
@@ -14,7 +18,9 @@ class Arm:
     - ``options``: those of ``torchsbp.apply``; None: plain backpropagation.
     - ``checkpoint``: every block is computed twice; ``batch``: a share of the batch; ``patch_drop``: that share of the
       patches is left out of the model altogether.
-    - ``local``: "qkv-local" of the papers' code (``local.py``), with these options.
+    - ``instead``: what patches a model with these options instead of ``torchsbp.apply``, for estimators that are not in
+      the product: the papers' code (``local.py``), rows chosen in backward (``chosen.py``). It returns what has the
+      ``step`` to set, and counts in Python: nothing is compiled or captured.
     - ``reordered``: the same initial weights, other batches: how far two runs part by chance.
     - ``same``: an arm that trains the same model in other time and memory. It is not trained again.
     """
@@ -23,7 +29,7 @@ class Arm:
     checkpoint: bool = False
     batch: float = 1.0
     patch_drop: float = 0.0
-    local: bool = False
+    instead: Callable[..., Any] | None = None
     reordered: bool = False
     same: str = ""
     models: tuple[str, ...] = ALL
@@ -40,11 +46,11 @@ DOWN: Options = {"exact_downsampling": True}
 MLP: Options = {"attention": "exact"}
 
 
-def sampled(ratio: Any, *parts: Options, models: tuple[str, ...] = ALL, local: bool = False, **more: Any) -> Arm:
+def sampled(ratio: Any, *parts: Options, models: tuple[str, ...] = ALL, instead: Any = None, **more: Any) -> Arm:
     options: Options = {"keep_ratio": ratio} | more
     for part in parts:
         options |= part
-    return Arm(options, models=models, local=local)
+    return Arm(options, models=models, instead=instead)
 
 
 ARMS: dict[str, Arm] = {
@@ -83,7 +89,14 @@ ARMS: dict[str, Arm] = {
     "all 12": sampled(0.5, blocks=1.0, models=VIT),
     "qkv 0.5": sampled(0.5, attention="qkv", models=TOKENS),
     "head 0.5": sampled(0.5, attention="head", models=VIT),
-    "qkv-local 0.5": sampled(0.5, models=VIT, local=True),
+    "qkv-local 0.5": sampled(0.5, models=VIT, instead=apply_local),
+    "even 0.5": sampled(0.5, instead=apply_chosen, by="even"),
+    "even 0.25": sampled(0.25, instead=apply_chosen, by="even"),
+    "norm 0.5": sampled(0.5, instead=apply_chosen),
+    "norm 0.25": sampled(0.25, instead=apply_chosen),
+    "largest 0.5": sampled(0.5, instead=apply_chosen, by="largest"),
+    "dW 0.5": sampled(0.5, instead=apply_chosen, by="even", of="weights"),
+    "norm dW 0.5": sampled(0.5, instead=apply_chosen, of="weights"),
 }
 
 GRIDS: dict[str, dict[str, str]] = {
@@ -100,8 +113,13 @@ GRIDS: dict[str, dict[str, str]] = {
         "down, rows": "down exact, rows 0.5", "down, own": "down exact, own 0.5",
         "down, own rows": "down exact, own rows 0.5",
     },
+    "chosen rows": {
+        "own rows": "own rows 0.5", "down, own rows": "down exact, own rows 0.5", "even": "even 0.5",
+        "norm": "norm 0.5", "largest": "largest 0.5", "dW": "dW 0.5", "norm dW": "norm dW 0.5",
+        "even 0.25": "even 0.25", "norm 0.25": "norm 0.25",
+    },
 }  # fmt: skip
-"""Title -> label -> arm. The first five are the papers', in the default rule; the last one is ours."""
+"""Title -> label -> arm. The first five are the papers', in the default rule; the others are ours."""
 
 
 def enters(model: str, arm: str) -> bool:

@@ -18,7 +18,6 @@ from ..report.sheet import Drawing, drawn
 from . import results
 from .arms import ARMS, GRIDS
 from .data import Data
-from .local import apply_local
 from .plan import Plan
 from .results import Finding, above
 from .training import Place, Row, Run, Settings, trained
@@ -44,7 +43,7 @@ def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
     x, targets = data.any_batch(settings.batch, settings.augment)
     full = by_layer(plain, x, targets)
     twin, found = copy.deepcopy(plain), []
-    draw = apply_local(twin, **arm.options or {}) if arm.local else None
+    draw = arm.instead(twin, **arm.options or {}) if arm.instead else None
     if draw is None:
         apply(twin, **arm.options or {})
     for step in range(settings.masks):
@@ -94,7 +93,8 @@ def table(rows: list[Row]) -> str:
     cells = []
     for row in results.of(rows, "gradients", "layers"):
         lowest, layer = min((values[0], layer) for layer, values in row["layers"].items())
-        means = [f"{mean(values):.3f}" for values in zip(*row["layers"].values(), strict=True)]
+        cosine, norm, *squares = (mean(values) for values in zip(*row["layers"].values(), strict=True))
+        means = f"{cosine:.3f}", f"{norm:.3f}", *(f"{square:.5f}" for square in squares)
         cells.append((row["model"], row["arm"], f"{lowest:.3f}", layer, *means))
     header = ("model", "arm", "lowest cosine", "layer", *(f"mean {key}" for key in KEYS))
     return results.table(header, cells)
@@ -113,7 +113,7 @@ def drawings(rows: list[Row]) -> dict[str, list[Drawing]]:
             }
             if len(mine) > 1:
                 panels.append(drawn(f"{model}: {title}", "cosine with the full gradient", "block", lines))
-        whole = {title: GRIDS[title] for title in ("keep-ratio", "attention", "estimator")}
+        whole = {title: GRIDS[title] for title in ("keep-ratio", "attention", "estimator", "chosen rows")}
         for title, grid in whole.items():
             mine = {label: found[model, arm] for label, arm in grid.items() if (model, arm) in found}
             means = [[mean(its) for its in zip(*row["layers"].values(), strict=True)] for row in mine.values()]

@@ -23,7 +23,6 @@ from ..patching.apply import apply, set_step
 from .arms import ARMS, FULL
 from .augment import NUMBERS, Augment
 from .data import Data
-from .local import apply_local
 from .models import MODELS, build
 from .optimizer import optimizers
 from .saved import Saved
@@ -101,19 +100,19 @@ class Training:
         self.model = fresh(run, settings, data).to(data.device)
         if arm.checkpoint:
             self.model.set_grad_checkpointing(True)  # type: ignore[operator]
-        self.draw = apply_local(self.model, **arm.options or {}) if arm.local else None
-        if arm.options is not None and not arm.local:
+        self.draw = arm.instead(self.model, **arm.options or {}) if arm.instead else None
+        if arm.options is not None and not arm.instead:
             apply(self.model, capture=not settings.capture, **arm.options)  # the whole step is, not its parts
         # Compiled graphs of two arms have random numbers of their own unless PyTorch's are asked for.
         paired: Any = {"fallback_random": not arm.checkpoint}
-        compiled = settings.compile and not arm.local
+        compiled = settings.compile and not arm.instead
         self.forward = torch.compile(self.model, dynamic=False, options=paired) if compiled else self.model
         self.batch = round(settings.batch * arm.batch)
         self.steps = len(data.x_train) // self.batch
         self.make_epoch()
         self.optimizers = optimizers(settings.optimizer, self.model, self.rate, settings.weight_decay)
-        # Eager checkpointing looks at the state of random numbers, "local" counts steps in Python: neither in a graph.
-        captured = settings.capture and data.device.type == "cuda" and (compiled or not (arm.checkpoint or arm.local))
+        # Eager checkpointing looks at the state of random numbers, "instead" counts in Python: neither in a graph.
+        captured = settings.capture and data.device.type == "cuda" and (compiled or not (arm.checkpoint or arm.instead))
         self.advance = self.captured() if captured else self.step
         if not captured:
             self.step()  # at rate 0: optimizers have their state from now on
@@ -133,7 +132,7 @@ class Training:
         first one."""
         self.run = run
         torch.manual_seed(run.seed)
-        first = fresh(run, self.settings, self.data).state_dict().values()  # "local" has other names for them
+        first = fresh(run, self.settings, self.data).state_dict().values()  # "qkv-local" has other names for them
         for tensor, value in zip(self.model.state_dict().values(), first, strict=True):
             tensor.copy_(value)
         for tensor in self.moments():
