@@ -68,6 +68,12 @@ def test_speed_is_measured_alone_with_all_arms(data, tmp_path):
     assert "| vit | full | " in (tmp_path / "speed.md").read_text()
 
 
+def test_in_this_process_nothing_begins_after_the_time_either(data, tmp_path):
+    options = ["--models", "vit", "--arms", "full", "--epochs", "1", "--seeds", "3", "--seconds", "0.001"]
+    assert study("contest", data, tmp_path, *options) == 0
+    assert [row["seed"] for row in rows_of("contest", tmp_path) if "done" in row] in ([], [0])
+
+
 def test_other_settings_in_one_folder_are_refused(data, tmp_path, capfd):
     options = ["--models", "vit", "--arms", "full", "--epochs", "1"]
     assert study("contest", data, tmp_path, *options) == 0
@@ -78,10 +84,10 @@ def test_other_settings_in_one_folder_are_refused(data, tmp_path, capfd):
 @pytest.mark.slow
 def test_a_failure_is_told_and_the_others_go_on(data, tmp_path):
     with np.load(data) as arrays:
-        np.savez(tmp_path / "wrong.npz", **{**arrays, "x_test": arrays["x_test"][:, :, :, :2]})
+        np.savez(tmp_path / "wrong.npz", **{**arrays, "x_test": arrays["x_test"][:, :16, :16]})
     assert study("contest", tmp_path / "wrong.npz", tmp_path, "--models", "vit", "--arms", "full", "--epochs", "1") == 0
     (row,) = rows_of("contest", tmp_path)
-    assert row["error"].startswith("RuntimeError")
+    assert row["error"].startswith("AssertionError: Input height (16)")
     assert f"{row['run']}: {row['error']}" in (tmp_path / "contest.md").read_text()
 
 
@@ -89,6 +95,33 @@ def test_unknown_names_are_refused(data, tmp_path, capfd):
     assert study("contest", data, tmp_path, "--arms", "half") == 2
     assert "unknown arms: half; allowed: full; exact;" in capfd.readouterr().err
     assert study("contest", tmp_path / "none.npz", tmp_path) == 1
+    assert study("contest", data, tmp_path, "--models", "video") == 2
+    assert "nothing to run: no arm of contest for these --models" in capfd.readouterr().err
+    assert study("contest", data, tmp_path, "--batch", "65") == 2
+    assert "has fewer images than --batch 65" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            lambda its: its | {"x_train": its["x_train"] / 255},
+            "x_train and y_train are [64, 32, 32, 3] (float64) and [64]",
+        ),
+        (lambda its: its | {"y_test": its["y_test"][:9]}, "x_test and y_test are [32, 32, 32, 3] (uint8) and [9]"),
+        (lambda its: {"x_train": its["x_train"]}, "has no y_train, x_test, y_test; a study needs the arrays"),
+        (None, "can not be read as an .npz file of arrays"),
+    ],
+)
+def test_wrong_data_are_told_before_anything_runs(data, tmp_path, capfd, change, message):
+    file = tmp_path / "wrong.npz"
+    file.write_text("no arrays")
+    if change:
+        with np.load(data) as arrays:
+            np.savez(file, **change(dict(arrays)))
+    assert study("contest", file, tmp_path, "--models", "vit") == 1
+    assert message in capfd.readouterr().err
+    assert not (tmp_path / "contest.jsonl").exists()
 
 
 def test_what_is_stopped_early_has_pairs():
