@@ -10,6 +10,8 @@ export PYTHONPATH="$(cd "$(dirname "$0")/.." && pwd)/src${PYTHONPATH:+:$PYTHONPA
 export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 TORCHINDUCTOR_CACHE_DIR=${TMPDIR:-/tmp}/inductor
 export CUDA_MPS_PIPE_DIRECTORY=${TMPDIR:-/tmp}/mps CUDA_MPS_LOG_DIRECTORY=${TMPDIR:-/tmp}/mps
 mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$out"
+# Processes that were ended in the middle of their work may leave a server that is of no use: every call has its own.
+echo quit -t 5 | timeout 20 nvidia-cuda-mps-control >/dev/null 2>&1 || true
 nvidia-cuda-mps-control -d 2>/dev/null || true
 if [ -f "$BEFORE" ] && ! ls "$out"/*.jsonl >/dev/null 2>&1; then tar xzf "$BEFORE" -C "$out"; fi
 pack() { [ -z "$PACK" ] || tar czf "$PACK" -C "$out" --exclude=states --exclude=weights .; }
