@@ -27,7 +27,7 @@ def read(path: Path, images: int = 0) -> list[Tensor]:
             found = [torch.from_numpy(arrays[key][:end]) for key, end in zip(KEYS, ends, strict=True)]
     except (ValueError, TypeError, OSError, BadZipFile) as error:
         raise DataError(f"{path} can not be read as an .npz file of arrays: {error}") from error
-    for part, x, y in (("train", *found[:2]), ("test", *found[2:])):
+    for part, (x, y) in (("train", found[:2]), ("test", found[2:])):
         if x.dtype != torch.uint8 or x.dim() not in (4, 5) or x.shape[-1] != 3 or y.shape != x.shape[:1]:
             shapes = f"{list(x.shape)} ({str(x.dtype).removeprefix('torch.')}) and {list(y.shape)}"
             raise DataError(
