@@ -21,8 +21,8 @@ study() {
   "${PYTHON:-python3}" -m torchsbp study "$@" --data "$data" --out "$out" --jobs "$jobs" --seconds "$left" "${more[@]}"
 }
 
-short=${SHORT:-vit 12,24;hybrid 12,24;convnext 6,12;convnext2 6,12;swin 12,24}
-epochs=${EPOCHS:-hybrid 16,32,64;convnext 15,30,60;swin 20,40,80}
+short=${SHORT:-vit 4,8;hybrid 4,8;convnext 4,8;convnext2 4,8;swin 4,8}
+epochs=${EPOCHS:-hybrid 8,16,32;convnext 8,16,32;swin 8,16,32}
 first="full;exact;balanced 0.5;own rows 0.5;own rows 0.25;patches ½;down exact, balanced 0.5;down exact, own rows 0.75;down exact, own rows 0.5"
 others="grid 0.5;mlp rows 0.25;batch ½;down exact 0.5;down exact, rows 0.5"
 timed="$first;$others;checkpoint"

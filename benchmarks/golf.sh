@@ -21,7 +21,7 @@ SBP="--sbp.preset=default --sbp.per_sample=true"
 FIFTH="$SBP --sbp.keep_ratio=0.2"
 paired pretrained 9 3 "map tad" --arm "work $FIFTH --task.encoder.kept=work" --arm "sbp $FIFTH" --arm "frozen --task.encoder.frozen=true" \
   -- --task.data.root="$WORK/swings" --task.encoder.weights="$GOLFDATA/lite2.pt" &
-SBP="$SBP --sbp.sampler=frames"
+SBP="--sbp.preset=default --sbp.per_sample=balanced --sbp.sampler=frames"
 paired phases 3 5 top1 --arm "half $SBP --sbp.keep_ratio=0.5" --arm "quarter $SBP --sbp.keep_ratio=0.25" \
   -- --task.data.root="$WORK/phases" --task.model.weights="$GOLFDATA/lite2.pt" &
 wait

@@ -95,6 +95,15 @@ def test_a_block_launches_no_more_than_plain(name):
     assert ours[1] - ours[0] <= plain[1] - plain[0]
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_masks_per_sample_launch_what_a_shared_one_does(name):
+    build, options = MODELS[name]
+    shared, own = (
+        operators(torchsbp.apply(build(2, **options), keep_ratio=0.5, per_sample=its)) for its in (False, True)
+    )
+    assert own == shared
+
+
 def launches(model: nn.Module, x: Tensor) -> int:
     for _ in range(3):
         step(model, x)

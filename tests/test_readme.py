@@ -44,7 +44,7 @@ def test_tables_are_the_measured_ones(benchmarks):
     assert run.markdown(results("cpu.json")["rows"]) in page
     assert limits.markdown(results("limits.json")["rows"]) in page
     assert all(f"commit {row['commit']}" in page.lower() for row in [*rows, *plans])
-    for file in ("detection.json", "detection_2.json", "detection_8.json"):
+    for file in ("detection.json", "detection_2.json", "detection_8.json", "detection_8_cascade.json"):
         assert detection.markdown(results(file)["rows"]) in page
         assert f"commit {results(file)['environment']['commit']}" in page.lower()
     for file in ("frames.json", "frames_chunk64.json"):
@@ -52,7 +52,16 @@ def test_tables_are_the_measured_ones(benchmarks):
     compiled = [row for row in results("frames_compiled.json")["rows"] if row["mode"] == "compiled"]
     assert frames.markdown(compiled) in page
     assert frames.markdown(results("frames_graphs.json")["rows"]) in page
-    for name in ("cpu", "limits", "growth", "frames", "frames_chunk64", "frames_compiled", "frames_graphs"):
+    for name in (
+        "cpu",
+        "limits",
+        "growth",
+        "growth_frames",
+        "frames",
+        "frames_chunk64",
+        "frames_compiled",
+        "frames_graphs",
+    ):
         assert f"commit {results(f'{name}.json')['commit']}" in page.lower()
 
 

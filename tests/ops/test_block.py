@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from torchsbp.ops import reference
+from torchsbp.ops.attention import attention_branch
 from torchsbp.ops.block import transformer_block
 from torchsbp.ops.heads import AttentionParams, AttentionSpec
 from torchsbp.ops.layers import NO_NORM, BackwardOptions, Norm
@@ -40,6 +41,19 @@ def test_equals_reference(ratio, rule, scope, recompute):
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     leaves = (x, *p1, *p2)
     assert_same_gradients(gradients(ours, dy, leaves), gradients(theirs, dy, leaves))
+
+
+@pytest.mark.parametrize("parts", ["block", "attention"])
+def test_rows_that_lie_across_memory_do_not_stay_so(parts):
+    x, dy, p1, p2 = inputs()
+    rows, spec, found = kept_rows(B, N, 0.5), spec_of("query"), []
+    for across in (False, True):
+        its = (x.detach().mT.contiguous().mT if across else x.detach()).requires_grad_()
+        whole = parts == "block"
+        y = transformer_block(its, rows, p1, spec, p2, MLPSpec()) if whole else attention_branch(its, rows, p1, spec)
+        assert (its.is_contiguous(), y.is_contiguous()) == (not across, True)
+        found.append((y, *gradients(y, dy, (its, *p1))))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True) if a is not None)
 
 
 @pytest.mark.parametrize("recompute", [True, False])

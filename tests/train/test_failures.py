@@ -295,7 +295,10 @@ def test_fine_tuning_with_other_classes(half, tmp_path, capsys):
     data = {"source": "folder", "root": str(picture_folder(tmp_path / "data")), "channels": 1}
     changes = {"task": {"data": data, "model": {"weights": str(weights)}}, "batch": 12, "micro_batch": 6}
     assert run(tmp_path / "a", **changes)[0] == 1
-    assert "has 10 classes, the data have 3" in capsys.readouterr().err
+    assert (
+        "has another classifier: head.weight (10, 16), here (3, 16), head.bias (10,), here (3,);"
+        in capsys.readouterr().err
+    )
     changes["task"]["model"]["new_head"] = True
     changes["optimizer"] = {"lr": 0.0, "weight_decay": 0.0}
     changes["schedule"] = {"min_lr": 0.0}

@@ -17,6 +17,7 @@ from ..study import STUDIES, contest, pool, results
 from ..study.arms import ARMS
 from ..study.data import Data
 from ..study.models import MODELS, SIZES
+from ..study.optimizer import OPTIMIZERS
 from ..study.plan import Plan
 from ..study.training import Place, Row, Settings, trained
 
@@ -39,8 +40,8 @@ def run(argv: list[str]) -> None:
     best = contest.tuned(results.read(args.out)) if args.tuned else {}
     plan = Plan(args.models, args.arms, args.seeds, args.epochs, args.lr, args.drop_path, best)
     settings = Settings(
-        args.batch, compile=not args.eager, capture=not args.uncaptured, size=args.size, masks=args.masks,
-        images=args.images,
+        args.batch, args.optimizer, compile=not args.eager, capture=not args.uncaptured, size=args.size,
+        masks=args.masks, images=args.images,
     )  # fmt: skip
     place = Place(args.data, args.out)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -115,6 +116,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         "--epochs", type=by_model, default={}, metavar="N,N | MODEL N,N;MODEL N,N",
         help="a contest trains for each of them (40)",
     )  # fmt: skip
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default=defaults.optimizer, help="muon: of matrices")
     parser.add_argument(
         "--lr", type=listed(",", float), default=(1.0,), help="times each model's own; a contest tries all"
     )

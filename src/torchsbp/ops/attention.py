@@ -285,6 +285,7 @@ class _AttentionBranch(torch.autograd.Function):
     @captured_forward
     def forward(ctx: Any, *flat: Any) -> Tensor:
         (x, rows, inverse, heads, factor, spec, options), cut, p = split(flat, AttentionInputs, Cut, AttentionParams)
+        x = R.in_rows(x)
         weights = AttentionWeights(*device_of(x).cast(spec.dtype, *attention_weights(p)))
         o, lse, qkv = attention_forward(x, p, weights, spec, cut)
         saved = attention_saved(x, o, lse, qkv, rows, inverse, heads, spec, options.recompute)

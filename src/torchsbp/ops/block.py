@@ -97,7 +97,7 @@ class _TransformerBlock(torch.autograd.Function):
         inputs, cut, p1, p2 = split(flat, BlockInputs, Cut, AttentionParams, MLPParams)
         x, rows, inverse, factor1, factor2, spec1, spec2, options = inputs
         shape, kept, place = x.shape, rows, inverse
-        x = x.flatten(1, -2)
+        x = R.in_rows(x.flatten(1, -2))
         if not spec1.rule.query_rows:  # attention keeps all rows, and all slots of its windows
             kept, place, cut = None, None, all_slots(cut)
         device = device_of(x)

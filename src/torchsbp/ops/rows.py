@@ -26,6 +26,12 @@ def flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+def in_rows(x: Tensor) -> Tensor:
+    """x whose rows lie in memory one after the other. Behind an embedding of patches they may lie across it, and all
+    sums with x, and so all blocks, would go on like that."""
+    return x.contiguous()
+
+
 def take(x: Tensor, rows: Rows) -> Tensor:
     """The given rows of x, ``[B * k, C]``."""
     return flat(x) if rows is None else flat(x).index_select(0, rows)

@@ -6,6 +6,7 @@ Larger images have larger patches.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -16,11 +17,11 @@ Sizes = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is built of (image size, classes, its sizes, further options); its learning rate for batches of 256;
-    sizes by name."""
+    """How a model is built of (image size, classes, its sizes, further options); its learning rate for batches of 256,
+    by optimizer; sizes by name."""
 
     build: Callable[..., nn.Module]
-    lr: float
+    lr: dict[str, float]
     sizes: Sizes
 
 
@@ -31,12 +32,15 @@ def vit(image: int, classes: int, **options: Any) -> nn.Module:
 
 
 class Stem(nn.Sequential):
-    """Two convolutions of 3 × 3 pixels, the first of stride 2."""
+    """Three convolutions of 3 × 3 pixels, the second of stride 2, each as wide as two before it."""
 
     def __init__(self, width: int) -> None:
-        first, second = nn.Conv2d(3, width // 2, 3, 2, 1, bias=False), nn.Conv2d(width // 2, width, 3, 1, 1, bias=False)
-        super().__init__(first, nn.BatchNorm2d(width // 2), nn.GELU(), second, nn.BatchNorm2d(width), nn.GELU())
-        self.num_features = width
+        widths, layers = (3, width, 2 * width, 4 * width), []
+        for i, (before, after) in enumerate(pairwise(widths)):
+            convolution = nn.Conv2d(before, after, 3, 2 if i == 1 else 1, 1, bias=False)
+            layers += [convolution, nn.BatchNorm2d(after), nn.GELU()]
+        super().__init__(*layers)
+        self.num_features = widths[-1]
 
 
 def hybrid(image: int, classes: int, stem: int, **options: Any) -> nn.Module:
@@ -78,9 +82,10 @@ CONVNEXT: Sizes = {
     "small": {"depths": (1, 1, 4, 1), "dims": (16, 32, 64, 128)},
     "toy": {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16)},
 }
+TRANSFORMERS, CONVOLUTIONS = {"muon": 1e-3, "adamw": 5e-4}, {"muon": 2e-3, "adamw": 1e-3}
 MODELS = {
     "vit": Recipe(
-        vit, 5e-4,
+        vit, TRANSFORMERS,
         {
             "full": {"embed_dim": 192, "depth": 12, "num_heads": 3},
             "small": {"embed_dim": 64, "depth": 12, "num_heads": 2},
@@ -88,17 +93,17 @@ MODELS = {
         },
     ),
     "hybrid": Recipe(
-        hybrid, 5e-4,
+        hybrid, TRANSFORMERS,
         {
-            "full": {"embed_dim": 256, "depth": 7, "num_heads": 4, "stem": 64},
-            "small": {"embed_dim": 64, "depth": 7, "num_heads": 2, "stem": 16},
-            "toy": {"embed_dim": 32, "depth": 3, "num_heads": 2, "stem": 8},
+            "full": {"embed_dim": 256, "depth": 7, "num_heads": 4, "stem": 32},
+            "small": {"embed_dim": 64, "depth": 7, "num_heads": 2, "stem": 8},
+            "toy": {"embed_dim": 32, "depth": 3, "num_heads": 2, "stem": 4},
         },
     ),
-    "convnext": Recipe(convnext, 1e-3, CONVNEXT),
-    "convnext2": Recipe(partial(convnext, stem=2, scale=1e-6), 1e-3, CONVNEXT),  # as for large images: an ablation
+    "convnext": Recipe(convnext, CONVOLUTIONS, CONVNEXT),
+    "convnext2": Recipe(partial(convnext, stem=2, scale=1e-6), CONVOLUTIONS, CONVNEXT),  # as for large images
     "swin": Recipe(
-        swin, 5e-4,
+        swin, TRANSFORMERS,
         {
             "full": {"embed_dim": 64, "depths": (2, 2, 6), "num_heads": (2, 4, 8)},
             "small": {"embed_dim": 32, "depths": (2, 2, 4), "num_heads": (1, 2, 4)},
@@ -106,7 +111,7 @@ MODELS = {
         },
     ),
     "video": Recipe(
-        video, 1e-3,
+        video, TRANSFORMERS,
         {
             "full": {"embed_dim": 48, "depths": [2, 2, 6, 2], "num_heads": [2, 4, 8, 16]},
             "small": {"embed_dim": 24, "depths": [2, 2, 6, 2], "num_heads": [1, 2, 4, 8]},

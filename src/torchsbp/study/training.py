@@ -25,6 +25,7 @@ from .augment import NUMBERS, Augment
 from .data import Data
 from .local import apply_local
 from .models import MODELS, build
+from .optimizer import optimizers
 from .saved import Saved
 
 Row = dict[str, Any]
@@ -62,6 +63,7 @@ class Settings:
     gradients by. ``capture``: steps are CUDA graphs where there is a GPU."""
 
     batch: int = 256
+    optimizer: str = "muon"
     weight_decay: float = 0.05
     warmup: float = 2.0
     decay: float = 0.4
@@ -90,7 +92,7 @@ class Place(NamedTuple):
 
 
 class Training:
-    """A model, its optimizer and its data: ``begin`` a run, then ``epoch`` after ``epoch``. An epoch depends on its
+    """A model, its optimizers and its data: ``begin`` a run, then ``epoch`` after ``epoch``. An epoch depends on its
     number and on ``state``, nothing else."""
 
     def __init__(self, run: Run, settings: Settings, data: Data) -> None:
@@ -109,14 +111,12 @@ class Training:
         self.batch = round(settings.batch * arm.batch)
         self.steps = len(data.x_train) // self.batch
         self.make_epoch()
-        self.optimizer = torch.optim.AdamW(
-            groups(self.model), lr=self.rate, weight_decay=settings.weight_decay, betas=(0.9, 0.99), fused=True
-        )
+        self.optimizers = optimizers(settings.optimizer, self.model, self.rate, settings.weight_decay)
         # Eager checkpointing looks at the state of random numbers, "local" counts steps in Python: neither in a graph.
         captured = settings.capture and data.device.type == "cuda" and (compiled or not (arm.checkpoint or arm.local))
         self.advance = self.captured() if captured else self.step
         if not captured:
-            self.step()  # at rate 0: the optimizer has its state from now on
+            self.step()  # at rate 0: optimizers have their state from now on
         self.begin(run)
 
     def make_epoch(self) -> None:
@@ -136,16 +136,16 @@ class Training:
         first = fresh(run, self.settings, self.data).state_dict().values()  # "local" has other names for them
         for tensor, value in zip(self.model.state_dict().values(), first, strict=True):
             tensor.copy_(value)
-        for tensors in self.optimizer.state.values():
-            for tensor in tensors.values():
-                tensor.zero_()
+        for tensor in self.moments():
+            tensor.zero_()
 
     def epoch(self, number: int, length: int | None = None) -> float:
         """The mean loss of the epoch of that number, from 0, in a run of that length (by default its own)."""
         self.fill(number, length or self.run.epochs)
         for _ in range(self.steps):
             self.advance()
-        return float(self.loss) / self.steps  # waits for the device
+        wait(self.data.device)
+        return float(self.loss) / self.steps
 
     def fill(self, number: int, length: int) -> None:
         """What the steps of an epoch read."""
@@ -155,7 +155,7 @@ class Training:
         order = torch.randperm(len(self.data.x_train), generator=generator)
         self.order.copy_(order[: self.order.numel()].view(steps, -1))
         self.numbers.copy_(torch.rand(self.numbers.shape, generator=generator))
-        base = self.run.lr * MODELS[self.run.model].lr
+        base = self.run.lr * MODELS[self.run.model].lr[self.settings.optimizer]
         self.rates.copy_(
             torch.tensor([base * self.settings.rate(number + (i + 0.5) / steps, length) for i in range(steps)])
         )
@@ -175,13 +175,14 @@ class Training:
             loss = F.cross_entropy(self.forward(x).float(), targets)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip, foreach=True)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         self.loss += loss.detach()
         self.turn.add_(1).remainder_(self.steps)
 
     def captured(self) -> Callable[[], None]:
-        """The step as one launch; some of them before, at rate 0, make what lasts: kernels, workspaces, the optimizer's
+        """The step as one launch; some of them before, at rate 0, make what lasts: kernels, workspaces, optimizers'
         state."""
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
@@ -189,17 +190,19 @@ class Training:
             for _ in range(WARM):
                 self.step()
         torch.cuda.current_stream().wait_stream(aside)
-        for group in self.optimizer.param_groups:
-            group["capturable"] = True  # a step outside of a graph would be warned of
+        for group in self.optimizers[0].param_groups:
+            group["capturable"] = True  # of AdamW; a step outside of a graph would be warned of
         torch.cuda.reset_peak_memory_stats()  # replays allocate nothing: the peak is the capture's
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.step()
         return graph.replay
 
+    def moments(self) -> list[Tensor]:
+        return [tensor for its in self.optimizers for tensors in its.state.values() for tensor in tensors.values()]
+
     def tensors(self) -> list[Tensor]:
-        moments = [tensor for tensors in self.optimizer.state.values() for tensor in tensors.values()]
-        return [*self.model.state_dict().values(), *moments]
+        return [*self.model.state_dict().values(), *self.moments()]
 
     def state(self) -> list[Tensor]:
         return [tensor.clone() for tensor in self.tensors()]
@@ -273,16 +276,17 @@ def fresh(run: Run, settings: Settings, data: Data) -> nn.Module:
     ).train()  # fmt: skip
 
 
+def wait(device: torch.device) -> None:
+    """For the device, asleep: several processes share a CPU."""
+    if device.type == "cuda":
+        done = torch.cuda.Event(blocking=True)
+        done.record()
+        done.synchronize()
+
+
 def half(x: Tensor) -> torch.autocast:
     """Products in bfloat16, on a GPU. A CUDA graph may not read what was cast before it."""
     return torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda, cache_enabled=False)
-
-
-def groups(model: nn.Module) -> list[Row]:
-    """Matrices decay; vectors (biases, norms, scales) do not."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() <= 1]
-    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
 
 
 @torch.no_grad()

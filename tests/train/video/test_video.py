@@ -8,6 +8,7 @@ from shutil import rmtree
 
 import numpy as np
 import pytest
+import timm
 import torch
 from safetensors.torch import load_file
 from torchvision.models.swin_transformer import SwinTransformer
@@ -15,12 +16,12 @@ from torchvision.models.video.swin_transformer import SwinTransformer3d
 
 import torchsbp
 from torchsbp.cli.recipe import parse
-from torchsbp.errors import DataError
+from torchsbp.errors import CheckpointError, DataError
 from torchsbp.report import html, read
 from torchsbp.train.data.lists import Epic, Listed
 from torchsbp.train.distributed import Processes
 from torchsbp.train.loop import Trainer
-from torchsbp.train.video.model import Model, make_model
+from torchsbp.train.video.model import Model, groups, make_model
 
 from ..runs import evaluate, final, lines, same, stopped_at, train
 from .runs import SWIN, TINY, listed, recipe
@@ -186,6 +187,37 @@ def test_frames_of_a_vit_get_gradients_by_step(tmp_path):
     torch.testing.assert_close(trainer.model(clips), trainer.model.eval()(clips))
 
 
+@pytest.mark.parametrize("layers", [0, 2])
+def test_layers_over_time_see_the_order_of_frames(tmp_path, layers):
+    config = Model(name="vit_tiny_patch16_224", options=VIT, time_layers=layers)
+    model, clips = make_model(config, 8, 32, 5, start=True).double().eval(), torch.rand(2, 3, 8, 32, 32).double()
+    assert torch.allclose(model(clips), model(clips.flip(2)), atol=1e-9) == (layers == 0)
+
+
+def test_what_reads_frames_has_exact_gradients_where_they_are_sampled(tmp_path):
+    """And the rate of the classifier; weights of an image model leave it as it is."""
+    image = timm.create_model("vit_tiny_patch16_224", **VIT, num_classes=5)
+    torch.save(image.state_dict(), tmp_path / "image.pt")
+    config = Model("vit_tiny_patch16_224", VIT, lr=0.1, weights=tmp_path / "image.pt", time_layers=2)
+    with pytest.raises(CheckpointError, match=r"another classifier: head.weight \(5, 24\), here \(5, 256\)"):
+        make_model(config, 8, 32, 5, start=True)
+    config.new_head = True
+    model, clips = make_model(config, 8, 32, 5, start=True).double(), torch.rand(2, 3, 8, 32, 32).double()
+    assert torch.equal(model.body.encoder.norm.weight, image.norm.weight.double())
+    gradients = []
+    for sampled in (False, True):
+        if sampled:
+            model.body.sample(torchsbp.SBPConfig.preset("default", keep_ratio=0.25, sampler="frames"))
+        model.zero_grad()
+        model(clips).square().sum().backward()
+        gradients.append({name: its.grad for name, its in model.named_parameters()})
+    exact = {name for name, its in gradients[0].items() if torch.allclose(its, gradients[1][name], rtol=1e-9)}
+    assert exact == {name for name in gradients[0] if not name.startswith("body.")}
+    rates = {id(its): group["lr"] for group in groups(model, 1e-3, config.lr) for its in group["params"]}
+    found = {name: rates[id(its)] for name, its in model.named_parameters()}
+    assert found == {name: pytest.approx(1e-4 if name.startswith("body.") else 1e-3) for name in found}
+
+
 def test_options_for_tokens_are_refused_where_frames_are_sampled(tmp_path, capsys):
     path = recipe_of(tmp_path, "vit_tiny_patch16_224", VIT, {"sampler": "frames", "attention": "qkv"})
     assert train([path]) != 0
@@ -333,6 +365,7 @@ def test_actions_of_epic_kitchens_are_stretches(tmp_path):
         ({"model": {"options": {**SWIN, "wide": 3}}}, "unexpected keyword argument 'wide'"),
         ({"data": {"side": 16}}, "task.data.side=16 is not allowed; allowed: at least task.data.size=32"),
         ({"augment": {"scale": [0.9, 0.5]}}, "the first not above the second"),
+        ({"model": {"time_layers": 1}}, "time_layers=1 is not allowed; allowed: 0 for swin3d_t, which sees time"),
         ({"data": {"mean": [0.5]}}, "need one number per channel, 3"),
     ],
 )

@@ -81,10 +81,8 @@ def check_fit(own: dict[str, Tensor], found: dict[str, Tensor], head: set[str], 
         )
     shapes = [f"{n} {tuple(found[n].shape)}, here {tuple(own[n].shape)}" for n in own if found[n].shape != own[n].shape]
     if shapes and all(found[n].shape == own[n].shape for n in own if n not in head):
-        name = next(n for n in own if n in head and found[n].shape != own[n].shape)
         raise CheckpointError(
-            f"{path} has {found[name].shape[0]} classes, the data have {own[name].shape[0]}; to fine-tune with a new "
-            "classifier set task.model.new_head: true"
+            f"{path} has another classifier: {_some(shapes)}; to fine-tune with a new one set task.model.new_head: true"
         )
     if shapes:
         raise CheckpointError(f"{path} is of a model of another size: {_some(shapes)}")

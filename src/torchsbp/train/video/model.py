@@ -16,9 +16,10 @@ from ...errors import UsageError
 from ...ops.frames import in_chunks
 from ..data.seeds import generators_kept
 from ..frames import check_frames_alone, sampled_frames
-from ..ranges import COUNT, NOT_NEGATIVE, SHARE_BELOW_1
+from ..ranges import COUNT, NOT_NEGATIVE, SHARE_BELOW_1, refuse
 from ..runs.weights import check_fit, read_weights
 from .inflate import inflated
+from .pool import Mean, Time
 
 TRANSFORMERS = "transformers/"
 SWIN = {
@@ -36,15 +37,15 @@ class Model:
 
     name: str = "swin3d_t"
     """swin3d_t, swin3d_s or swin3d_b of torchvision; transformers/CLASS such as VideoMAEForVideoClassification; or an
-    image model of timm, whose features are averaged over frames"""
+    image model of timm, which sees frame by frame"""
     options: dict[str, Any] = field(default_factory=dict)
     """further arguments, or of transformers fields of its configuration"""
     drop_path: float = field(default=0.0, metadata=SHARE_BELOW_1)
     """stochastic depth"""
     dropout: float = field(default=0.0, metadata=SHARE_BELOW_1)
-    """before the classifier"""
+    """before the classifier, and within layers over time"""
     lr: float = field(default=1.0, metadata=NOT_NEGATIVE)
-    """of all but the classifier, as a share of optimizer.lr"""
+    """of the model without classifier and layers over time, as a share of optimizer.lr"""
     weights: Path | None = None
     """begin from these: a checkpoint of ours, a state dict of the same model, or, for swin3d_*, of torchvision's swin_*
     of images, which is inflated"""
@@ -52,6 +53,8 @@ class Model:
     """leave the classifier out of weights, for other classes"""
     chunk: int = field(default=64, metadata=COUNT)
     """of timm: frames that are seen at a time where no gradients are needed, in evaluation too"""
+    time_layers: int = field(default=0, metadata=NOT_NEGATIVE)
+    """of timm: transformer layers over the features of frames, which see their order; without, their mean is taken"""
 
 
 def is_video(name: str) -> bool:
@@ -62,9 +65,9 @@ def is_video(name: str) -> bool:
 class Classifier(nn.Module):
     """Clips ``[B, 3, T, H, W]`` to logits ``[B, classes]``, those of several heads side by side."""
 
-    def __init__(self, body: nn.Module, width: int, classes: int, dropout: float) -> None:
+    def __init__(self, body: nn.Module, pool: nn.Module, width: int, classes: int, dropout: float) -> None:
         super().__init__()
-        self.body, self.dropout = body, nn.Dropout(dropout)
+        self.body, self.pool, self.dropout = body, pool, nn.Dropout(dropout)
         self.head = nn.Linear(width, classes)
         nn.init.trunc_normal_(self.head.weight, std=0.02)
         nn.init.zeros_(self.head.bias)
@@ -74,11 +77,11 @@ class Classifier(nn.Module):
         (self.body.compile if isinstance(self.body, Frames) else super().compile)(*args, **kwargs)
 
     def forward(self, clips: Tensor) -> Tensor:
-        return self.head(self.dropout(self.body(clips)))
+        return self.head(self.dropout(self.pool(self.body(clips))))
 
 
 class Frames(nn.Module):
-    """The mean of an image model's features over frames."""
+    """An image model's features of every frame, ``[B, T, D]``."""
 
     def __init__(self, encoder: nn.Module, chunk: int) -> None:
         super().__init__()
@@ -94,11 +97,11 @@ class Frames(nn.Module):
     def forward(self, clips: Tensor) -> Tensor:
         video = clips.transpose(1, 2)
         if self.sampling is not None and self.training and torch.is_grad_enabled():
-            return sampled_frames(self.encoder, video, self.sampling, self.step, self.chunk).mean(1)
+            return sampled_frames(self.encoder, video, self.sampling, self.step, self.chunk)
         encode = self.encoder if self.training else self.encoder.forward  # not compiled: any number of frames
         frames = video.flatten(0, 1)
         found = encode(frames) if torch.is_grad_enabled() else in_chunks(encode, frames, self.chunk)
-        return found.unflatten(0, video.shape[:2]).mean(1)
+        return found.unflatten(0, video.shape[:2])
 
     def sample(self, config: SBPConfig) -> None:
         check_frames_alone(config, "choose a sampler of positions, which samples tokens in every frame")
@@ -125,7 +128,13 @@ def make_model(config: Model, frames: int, size: int, classes: int, start: bool)
         raise
     except Exception as error:  # an unknown name, an option it does not have, a value it can't use
         raise UsageError(f"task.model.name {config.name} with {config.options}: {error}") from error
-    model = Classifier(body, width(body, frames, size, config.name), classes, config.dropout)
+    if config.time_layers and not isinstance(body, Frames):
+        refuse("task.model.time_layers", config.time_layers, f"0 for {config.name}, which sees time by itself")
+    features = width(body, frames, size, config.name)
+    pool: nn.Module = Mean() if isinstance(body, Frames) else nn.Identity()
+    if config.time_layers:
+        pool, features = Time(features, frames, config.time_layers, config.dropout), Time.WIDTH
+    model = Classifier(body, pool, features, classes, config.dropout)
     if config.weights is not None and start:
         load(model, config, head)
     return model
@@ -180,9 +189,12 @@ def width(body: nn.Module, frames: int, size: int, name: str) -> int:
             "Set them to the model's, or its own sizes in task.model.options"
         ) from error
     body.train()
-    if features.dim() != 2:
-        raise UsageError(f"task.model.name {name} gives features {tuple(features.shape)}; allowed: [clips, width]")
-    return features.shape[1]
+    allowed = ["clips", "frames", "width"] if isinstance(body, Frames) else ["clips", "width"]
+    if features.dim() != len(allowed):
+        raise UsageError(
+            f"task.model.name {name} gives features {tuple(features.shape)}; allowed: [{', '.join(allowed)}]"
+        )
+    return features.shape[-1]
 
 
 def load(model: Classifier, config: Model, head: str) -> None:
@@ -194,6 +206,7 @@ def load(model: Classifier, config: Model, head: str) -> None:
             found = inflated(found, model.body)
         inner = {Frames: "body.encoder.", Transformer: "body.model."}.get(type(model.body), "body.")
         found = {renamed(name, head, inner): value for name, value in found.items()}
+        found |= {name: value for name, value in own.items() if name.startswith("pool.")}
     new = {name for name in own if name.startswith("head.")}
     if config.new_head:
         found = {name: value for name, value in found.items() if not name.startswith("head.")}
@@ -208,9 +221,9 @@ def renamed(name: str, head: str, inner: str) -> str:
 
 
 def groups(model: Classifier, lr: float, share: float) -> list[dict[str, Any]]:
-    """Parameters of the body and of the head, each with its learning rate; vectors and position biases don't decay."""
+    """Parameters of the body and of what reads it, each with its rate; vectors and position biases don't decay."""
     found: list[dict[str, Any]] = []
-    for part, rate in ((model.body, lr * share), (model.head, lr)):
+    for part, rate in ((model.body, lr * share), (model.pool, lr), (model.head, lr)):
         trained = [(name, its) for name, its in part.named_parameters() if its.requires_grad]
         for decays in (True, False):
             params = [its for name, its in trained if decaying(name, its) == decays]
