@@ -47,8 +47,7 @@ def test_tables_are_the_measured_ones(benchmarks):
     for file in ("detection.json", "detection_2.json", "detection_8.json", "detection_8_cascade.json"):
         assert detection.markdown(results(file)["rows"]) in page
         assert f"commit {results(file)['environment']['commit']}" in page.lower()
-    for file in ("frames.json", "frames_chunk64.json"):
-        assert frames.markdown(results(file)["rows"]) in page
+    assert frames.markdown(results("frames.json")["rows"]) in page
     compiled = [row for row in results("frames_compiled.json")["rows"] if row["mode"] == "compiled"]
     assert frames.markdown(compiled) in page
     assert frames.markdown(results("frames_graphs.json")["rows"]) in page
@@ -58,7 +57,6 @@ def test_tables_are_the_measured_ones(benchmarks):
         "growth",
         "growth_frames",
         "frames",
-        "frames_chunk64",
         "frames_compiled",
         "frames_graphs",
     ):

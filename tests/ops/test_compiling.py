@@ -111,6 +111,8 @@ def test_weights_are_cast_again_in_backward():
     (output,) = (node for node in graphs[0].nodes if node.op == "output")
     made = [node.meta["val"] for node in output.args[0] if node is not None and node.op != "placeholder"]
     assert 3 * C * C not in {t.numel() for t in made}
+    zeros = [node for node in graphs[1].nodes if node.target is torch.ops.aten.nan_to_num.default]
+    assert len(zeros) == 2  # one for all weights, one for x
 
 
 def test_large_hidden_layers_are_computed_in_halves(monkeypatch):

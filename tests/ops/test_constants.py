@@ -3,7 +3,7 @@
 import torch
 
 from torchsbp.ops import constants
-from torchsbp.ops.constants import constant, holding
+from torchsbp.ops.constants import constant, holding, known
 
 CPU = torch.device("cpu")
 
@@ -40,6 +40,27 @@ def test_a_compiler_makes_its_own():
     found = torch.compile(lambda: make(3, CPU) + 0, backend="eager")()
     assert found is not known
     assert found.tolist() == [3, 3]
+
+
+def test_a_compiler_holds_what_it_knows():
+    """It is made in the first reading, and no operator of the step."""
+    made, graphs = [], []
+
+    @known
+    def make(n, device):
+        made.append(n)
+        return torch.full((2,), n, device=device)
+
+    def backend(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x + make(3, CPU), backend=backend, fullgraph=True)
+    for _ in range(2):
+        assert compiled(torch.ones(2)).tolist() == [4, 4]
+    assert made == [3]
+    assert graphs == [["<built-in function add>"]]
+    assert make(3, CPU) is make(3, CPU)
 
 
 def test_what_is_handed_out_is_held():

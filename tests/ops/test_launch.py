@@ -7,6 +7,9 @@ import re
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torchsbp.ops import launch as module
 from torchsbp.ops.block import transformer_block
@@ -59,6 +62,7 @@ def test_a_second_launch_of_the_same_kind_is_direct(kernel):
     launch("take", (4,), x=x, count=32, eps=1e-6, scale=None, C=8, num_warps=2)
     launch("take", (7,), x=y, count=48, eps=1e-5, scale=None, C=8, num_warps=2)
     assert len(kernel.bound) == 1
+    assert kernel.bound[0]["scale"] is x  # not there, and not read: the launcher is that of all others
     hooks = None, None, None
     expected = 7, 1, 1, "stream", "handle", "metadata", *hooks, y.data_ptr(), None, 48, 1e-5, 8
     assert kernel.direct == [expected]
@@ -79,6 +83,26 @@ def test_a_second_launch_of_an_operator_is_direct(kernel, monkeypatch):
     expected = 4, 1, 1, "stream", "handle", "metadata", *hooks, y.data_ptr(), scale.data_ptr(), 32, 1e-6, 8
     assert kernel.direct == [expected]
     assert len(kernel.bound) == 2
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "cpu"])
+@pytest.mark.parametrize("read", [True, False])
+def test_kernels_of_a_gpu_are_built_while_a_compiler_reads(kernel, monkeypatch, device, read):
+    """In its second reading, and where it asks an operator for shapes alone; not if a number is not known."""
+    built = []
+    monkeypatch.setattr(module, "build_ahead", lambda *given: built.append(given))
+    monkeypatch.setattr(module, "compiling", lambda: read)
+    monkeypatch.setattr(module, "no_data", lambda: not read)
+    shapes = ShapeEnv()
+    unknown = shapes.create_symintnode(shapes.create_symbol(7, ConstantSource("n")), hint=7)
+    with FakeTensorMode(shape_env=shapes):
+        x = torch.empty(16, dtype=torch.bfloat16, device=device)
+        for count in (32, 48, unknown):
+            launch("take", (4,), x=x, count=count, eps=1e-6, scale=None, C=8, num_warps=2)
+    arguments, options = [torch.bfloat16, torch.bfloat16, 32, 1e-6, 8], {"num_warps": 2}
+    assert [given[1:] for given in built[:1]] == [(kernel, 1, arguments, options)] * (device != "cpu")
+    assert len(built) == 2 * (device != "cpu")
+    assert len({given[0] for given in built}) == (device != "cpu")  # both are one kind
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,8 @@ def middle_again(
 ) -> Normed:
     """The kept rows between the branches and their norm, from what the attention branch saved; after ``dy``."""
     o = saved.o if spec1.rule.query_rows else R.take(saved.o, rows)
-    weights = weights._replace(proj_weight=R.after(dy, weights.proj_weight))
+    if weights.proj_weight.dtype == p1.proj_weight.dtype:  # it was not cast again, which is after dy
+        weights = weights._replace(proj_weight=R.after(dy, weights.proj_weight))
     return steps.normalise(
         R.flat(saved.x), norm, spec1.dtype, after=dy,
         rows=None if spec1.rule.key_rows else rows,

@@ -43,6 +43,14 @@ def constant(make: Callable[..., Made]) -> Callable[..., Made]:
     return made
 
 
+def known(make: Callable[..., Made]) -> Callable[..., Made]:
+    """``constant``, of arguments that are numbers also to a compiler: it runs the function when it reads the call, and
+    holds what that makes."""
+    made = constant(make)
+    setattr(made, "_dynamo_marked_constant", True)  # noqa: B010
+    return made
+
+
 @contextmanager
 def holding() -> Iterator[list[Any]]:
     """Has what was handed out inside: a graph that reads it must hold it."""

@@ -57,9 +57,10 @@ class Device:
     def cast(self, dtype: torch.dtype | None, *tensors: Grad | tuple[Tensor, ...], after: Grad = None) -> list[Any]:
         """The tensors in the given precision, if one is given; of a tuple one below the other. In backward, ``after`` a
         cotangent: a compiler would save what forward has cast, and to cast a matrix again costs little."""
+        zero = R.zero_of(after) if after is not None and compiling() else None
 
         def again(t: Tensor) -> Tensor:
-            return t if after is None or t.dim() == 1 or dtype in (None, t.dtype) else R.after(after, t)
+            return t if zero is None or t.dim() == 1 or dtype in (None, t.dtype) else t + zero.to(t.dtype)
 
         found = (stacked([cast(again(part), dtype) for part in t]) if isinstance(t, tuple) else t for t in tensors)
         return [t if t is None else cast(again(t), dtype) for t in found]

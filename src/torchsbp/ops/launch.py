@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .ahead import build_ahead, wait_for_builds
 from .compiling import call_named, compiling, no_data
 
 WRITTEN = {
@@ -62,10 +63,13 @@ def launch(kernel: str, grid: tuple[int, ...], **arguments: Any) -> None:
         launch_later(kernel, grid, arguments)
     elif not no_data():
         launch_now(kernel, grid, arguments)
+    else:
+        prepare(kernel, arguments)
 
 
 def launch_now(kernel: str, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> Compiled | None:
-    """Which one ran; None of Triton's interpreter, which compiles nothing."""
+    """Which one ran; None of Triton's interpreter, which compiles nothing. Triton is given the first tensor in the
+    place of one that is not there, and is not read: a C compiler builds a launcher for every set of those that are."""
     known = _KERNELS.get(kernel)
     if known is None:
         known = _KERNELS[kernel] = kernel_named(kernel, arguments)
@@ -80,10 +84,25 @@ def launch_now(kernel: str, grid: tuple[int, ...], arguments: Mapping[str, Any])
         x, y, z = (*grid, 1, 1)[:3]
         run(x, y, z, stream(device), handle, metadata, None, None, None, *addresses, *numbers, *constants[:own])
         return compiled
-    bound = function[grid](**arguments)
+    wait_for_builds()
+    bound = function[grid](**{name: tensors[0] if value is None else value for name, value in arguments.items()})
     if bound is not None:
         _COMPILED[key] = bound.run, bound.function, bound.packed_metadata
     return _COMPILED.get(key)
+
+
+def prepare(kernel: str, arguments: Mapping[str, Any]) -> None:
+    """It will be launched on other tensors: on a GPU, if all numbers are known, it is built meanwhile."""
+    values = arguments.values()
+    device = next(value.get_device() for value in values if isinstance(value, Tensor))
+    if device < 0 or any(isinstance(value, torch.SymInt) for value in values):
+        return
+    function, tensors_of, numbers_of, constants_of, own = kernel_named(kernel, arguments)
+    tensors, numbers, constants = tensors_of(arguments), numbers_of(arguments), constants_of(arguments)
+    dtypes = [(tensors[0] if t is None else t).dtype for t in tensors]
+    options = {name: value for name, value in arguments.items() if name not in function.arg_names}
+    what = (kernel, device, constants, *dtypes, *map(kind, numbers))
+    build_ahead(what, function, device, [*dtypes, *numbers, *constants[:own]], options)
 
 
 def aligned(addresses: Sequence[int | None]) -> Any:
@@ -152,6 +171,7 @@ torch.library.define("torchsbp::launch", "(str name, Tensor[] read, Tensor(a!)[]
 
 def launch_later(kernel: str, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
     """The operator, with a name for the launch."""
+    prepare(kernel, arguments)
     arguments = dict(zip(SIDES, (*grid, 1, 1), strict=False), **arguments)
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     sizes = {name: value for name, value in arguments.items() if isinstance(value, torch.SymInt)}

@@ -88,12 +88,14 @@ def after(cotangent: Tensor, x: Tensor) -> Tensor:
     """``x``, made to depend on the cotangent when compiling.
 
     The compiler sees forward and backward as one graph. Without this it would merge what backward recomputes with the
-    same expression in forward and save it, which undoes the saving. The zero is exact, also for inf and NaN.
+    same expression in forward and save it, which undoes the saving.
     """
-    if not compiling():
-        return x
-    zero = (cotangent.flatten()[0] * 0).nan_to_num(0.0, 0.0, 0.0)
-    return x + zero.to(x.dtype)
+    return x + zero_of(cotangent).to(x.dtype) if compiling() else x
+
+
+def zero_of(cotangent: Tensor) -> Tensor:
+    """A zero that depends on it: exact, also for inf and NaN."""
+    return (cotangent.flatten()[0] * 0).nan_to_num(0.0, 0.0, 0.0)
 
 
 def new_value(x: Tensor) -> Tensor:

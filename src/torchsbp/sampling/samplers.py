@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError, UsageTypeError, shown
-from ..ops.constants import constant, range_of
+from ..ops.constants import constant, known, range_of
 from ..ops.wrap import looks
 
 Shape = tuple[int, ...]
@@ -187,7 +187,7 @@ def _lattice(shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
     return _sorted_lattice(shape, tuple(a), m, key.device)[turned]
 
 
-@constant
+@known
 def _sorted_lattice(shape: Shape, a: Shape, m: int, device: torch.device) -> Tensor:
     """Positions sorted by v(x), ``[n]``."""
     v = torch.zeros((), dtype=torch.int64, device=device)

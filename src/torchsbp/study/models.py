@@ -82,7 +82,7 @@ CONVNEXT: Sizes = {
     "small": {"depths": (1, 1, 4, 1), "dims": (16, 32, 64, 128)},
     "toy": {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16)},
 }
-TRANSFORMERS, CONVOLUTIONS = {"muon": 1e-3, "adamw": 5e-4}, {"muon": 2e-3, "adamw": 1e-3}
+TRANSFORMERS, CONVOLUTIONS = {"muon": 2e-3, "adamw": 5e-4}, {"muon": 4e-3, "adamw": 1e-3}
 MODELS = {
     "vit": Recipe(
         vit, TRANSFORMERS,
