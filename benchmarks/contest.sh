@@ -27,7 +27,7 @@ short=${SHORT:-vit 4,8;hybrid 4,8;convnext 4,8;convnext2 4,8;swin 4,8}
 epochs=${EPOCHS:-hybrid 8,16,32;convnext 8,16,32;swin 8,16,32}
 first="full;exact;balanced 0.5;own rows 0.5;own rows 0.25;patches ½;down exact, balanced 0.5;down exact, own rows 0.75;down exact, own rows 0.5"
 others="grid 0.5;mlp rows 0.25;batch ½;down exact 0.5;down exact, rows 0.5"
-timed="$first;$others;checkpoint"
+timed=${TIMED:-$first;$others;checkpoint}
 decided=${ARMS:-full;own rows 0.5;down exact, own rows 0.5}
 models=${MODELS:-hybrid,convnext}
 
