@@ -10,6 +10,8 @@ export PYTHONPATH="$(cd "$(dirname "$0")/.." && pwd)/src${PYTHONPATH:+:$PYTHONPA
 export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 TORCHINDUCTOR_CACHE_DIR=${TMPDIR:-/tmp}/inductor
 export CUDA_MPS_PIPE_DIRECTORY=${TMPDIR:-/tmp}/mps CUDA_MPS_LOG_DIRECTORY=${TMPDIR:-/tmp}/mps
 mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$out"
+# Processes that were ended in the middle of their work may leave a server that is of no use: every call has its own.
+echo quit -t 5 | timeout 20 nvidia-cuda-mps-control >/dev/null 2>&1 || true
 nvidia-cuda-mps-control -d 2>/dev/null || true
 if [ -f "$BEFORE" ] && ! ls "$out"/*.jsonl >/dev/null 2>&1; then tar xzf "$BEFORE" -C "$out"; fi
 pack() { [ -z "$PACK" ] || tar czf "$PACK" -C "$out" --exclude=states --exclude=weights .; }
@@ -25,7 +27,7 @@ short=${SHORT:-vit 4,8;hybrid 4,8;convnext 4,8;convnext2 4,8;swin 4,8}
 epochs=${EPOCHS:-hybrid 8,16,32;convnext 8,16,32;swin 8,16,32}
 first="full;exact;balanced 0.5;own rows 0.5;own rows 0.25;patches ½;down exact, balanced 0.5;down exact, own rows 0.75;down exact, own rows 0.5"
 others="grid 0.5;mlp rows 0.25;batch ½;down exact 0.5;down exact, rows 0.5"
-timed="$first;$others;checkpoint"
+timed=${TIMED:-$first;$others;checkpoint}
 decided=${ARMS:-full;own rows 0.5;down exact, own rows 0.5}
 models=${MODELS:-hybrid,convnext}
 

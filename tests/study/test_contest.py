@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from torchsbp.study import contest, pool, speed
+from torchsbp.study import contest, pool, results, speed
 from torchsbp.study.plan import Plan
 from torchsbp.study.training import Run
 
@@ -68,6 +68,12 @@ def test_speed_is_measured_alone_with_all_arms(data, tmp_path):
     assert "| vit | full | " in (tmp_path / "speed.md").read_text()
 
 
+def test_in_this_process_nothing_begins_after_the_time_either(data, tmp_path):
+    options = ["--models", "vit", "--arms", "full", "--epochs", "1", "--seeds", "3", "--seconds", "0.001"]
+    assert study("contest", data, tmp_path, *options) == 0
+    assert [row["seed"] for row in rows_of("contest", tmp_path) if "done" in row] in ([], [0])
+
+
 def test_other_settings_in_one_folder_are_refused(data, tmp_path, capfd):
     options = ["--models", "vit", "--arms", "full", "--epochs", "1"]
     assert study("contest", data, tmp_path, *options) == 0
@@ -78,10 +84,10 @@ def test_other_settings_in_one_folder_are_refused(data, tmp_path, capfd):
 @pytest.mark.slow
 def test_a_failure_is_told_and_the_others_go_on(data, tmp_path):
     with np.load(data) as arrays:
-        np.savez(tmp_path / "wrong.npz", **{**arrays, "x_test": arrays["x_test"][:, :, :, :2]})
+        np.savez(tmp_path / "wrong.npz", **{**arrays, "x_test": arrays["x_test"][:, :16, :16]})
     assert study("contest", tmp_path / "wrong.npz", tmp_path, "--models", "vit", "--arms", "full", "--epochs", "1") == 0
     (row,) = rows_of("contest", tmp_path)
-    assert row["error"].startswith("RuntimeError")
+    assert row["error"].startswith("AssertionError: Input height (16)")
     assert f"{row['run']}: {row['error']}" in (tmp_path / "contest.md").read_text()
 
 
@@ -89,6 +95,33 @@ def test_unknown_names_are_refused(data, tmp_path, capfd):
     assert study("contest", data, tmp_path, "--arms", "half") == 2
     assert "unknown arms: half; allowed: full; exact;" in capfd.readouterr().err
     assert study("contest", tmp_path / "none.npz", tmp_path) == 1
+    assert study("contest", data, tmp_path, "--models", "video") == 2
+    assert "nothing to run: no arm of contest for these --models" in capfd.readouterr().err
+    assert study("contest", data, tmp_path, "--batch", "65") == 2
+    assert "has fewer images than --batch 65" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            lambda its: its | {"x_train": its["x_train"] / 255},
+            "x_train and y_train are [64, 32, 32, 3] (float64) and [64]",
+        ),
+        (lambda its: its | {"y_test": its["y_test"][:9]}, "x_test and y_test are [32, 32, 32, 3] (uint8) and [9]"),
+        (lambda its: {"x_train": its["x_train"]}, "has no y_train, x_test, y_test; a study needs the arrays"),
+        (None, "can not be read as an .npz file of arrays"),
+    ],
+)
+def test_wrong_data_are_told_before_anything_runs(data, tmp_path, capfd, change, message):
+    file = tmp_path / "wrong.npz"
+    file.write_text("no arrays")
+    if change:
+        with np.load(data) as arrays:
+            np.savez(file, **change(dict(arrays)))
+    assert study("contest", file, tmp_path, "--models", "vit") == 1
+    assert message in capfd.readouterr().err
+    assert not (tmp_path / "contest.jsonl").exists()
 
 
 def test_what_is_stopped_early_has_pairs():
@@ -101,14 +134,14 @@ def test_what_is_stopped_early_has_pairs():
 
 def rows_by_hand():
     """Full backpropagation takes 10 s an epoch, "rows 0.5" 8; one learning rate suits it better than the other."""
-    results = [
+    found = [
         ("full", lr, seed, epochs, 80 + seed + epochs / 10) for lr in (1,) for seed in (0, 1) for epochs in (10, 40)
     ]
-    results += [("rows 0.5", lr, seed, epochs, 79 + lr + seed + epochs / 10) for lr in (0.5, 1.5) for seed in (0, 1) for epochs in (10, 40)]  # fmt: skip  # noqa: E501
+    found += [("rows 0.5", lr, seed, epochs, 79 + lr + seed + epochs / 10) for lr in (0.5, 1.5) for seed in (0, 1) for epochs in (10, 40)]  # fmt: skip  # noqa: E501
     rows = [
         {"study": "contest", "run": f"{its[:4]}", "model": "vit", "arm": its[0], "lr": its[1], "drop_path": 0.1}
         | {"seed": its[2], "epochs": its[3], "epoch": its[3], "accuracy": its[4]}
-        for its in results
+        for its in found
     ]
     for arm, ms in (("full", 100.0), ("exact", 110.0), ("rows 0.5", 80.0)):
         speeds = {"ms": ms, "steps": 100, "peak_bytes": 100 if arm == "full" else 25}
@@ -138,5 +171,42 @@ def test_lengths_beyond_those_that_were_run_are_not_guessed():
     assert contest.at(curve, 9) is None
 
 
+def test_between_three_lengths_accuracy_follows_a_parabola():
+    """80 + 3 d − d²/2 with the doublings d since 10 epochs."""
+    curve = {10: 80.0, 20: 82.5, 40: 84.0}
+    assert contest.at(curve, 10 * 2**0.5) == pytest.approx(81.375)
+    assert contest.at(curve, 10 * 2**1.5) == pytest.approx(83.375)
+    assert [contest.at(curve, length) for length in curve] == pytest.approx([80, 82.5, 84])
+
+
+def test_equal_time_reads_the_lengths_that_every_long_run_has():
+    """A short run of the first seeds too would leave the others out; a run that is not over yet says nothing."""
+    short, long = {4: 0.0}, {8: 80.0, 16: 85.0, 32: 88.0}
+    lengths = contest.shared([short | long, long, short | {8: 80.0}])
+    assert lengths == {8, 16, 32}
+    assert contest.budgets(lengths) == pytest.approx([11.2, 16, 32 / 1.4])
+    assert contest.budgets({6, 8}) == []
+    found = {("vit", "full"): {0: short | long, 1: long, 2: {8: 80.0, 16: 85.0}}}
+    assert contest.by_seed(found, "vit", "exact", lengths, 16) == pytest.approx({0: 85, 1: 85})
+
+
+def test_one_lucky_seed_is_no_better_setting():
+    def rows(lr, *accuracies):
+        its = {"study": "contest", "model": "vit", "arm": "full", "lr": lr, "drop_path": 0.1, "epoch": 8}
+        return [its | {"run": f"{lr}, {seed}", "seed": seed, "accuracy": got} for seed, got in enumerate(accuracies)]
+
+    assert contest.tuned(rows(1, 80, 81) + rows(2, 85))["vit", "full"] == (1, 0.1)
+    assert contest.tuned(rows(1, 80, 81) + rows(2, 85, 79))["vit", "full"] == (2, 0.1)
+
+
+def test_intervals_are_student_s():
+    """Of the numbers 0 and 1: ± 12.71 · √½ / √2. Of many the last known quantile, which is wide."""
+    assert results.interval([0, 1]) == pytest.approx(12.71 / 2)
+    assert results.interval([0, 1] * 10) == pytest.approx(2.26 * (5 / 19) ** 0.5 / 20**0.5)
+    assert results.interval([1]) is None
+
+
 def test_speed_is_relative_to_full_backpropagation():
     assert "| vit | rows 0.5 | 80.00 | 8.00 | 1.25× | 0.25× |" in speed.table(rows_by_hand())
+    alone = [row for row in rows_by_hand() if row["arm"] != "full"]
+    assert "| vit | rows 0.5 | 80.00 | 8.00 | – | – |" in speed.table(alone)

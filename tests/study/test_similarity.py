@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from torchsbp.study.arms import VIT
 from torchsbp.study.similarity import cosines, findings
 
 from .commands import rows_of, study
@@ -18,14 +19,15 @@ def test_pairs_are_neighbours():
     assert "frames" not in cosines(x[:, :1])
 
 
-@pytest.mark.parametrize("model", ["vit", "convnext", "swin"])
+@pytest.mark.parametrize("model", ["vit", "hybrid", "convnext", "swin"])
 def test_the_study_runs_at_toy_size(data, tmp_path, model):
     assert study("similarity", data, tmp_path, "--models", model, "--epochs", "1") == 0
     (row,) = (row for row in rows_of("similarity", tmp_path) if "blocks" in row)
     *below, last = row["blocks"].values()
     assert all(set(its) == {"neighbours", "far"} for kinds in below for its in kinds.values())
     assert set(last["activations"]) == {"neighbours", "far"}
-    assert bool(last["gradients"]) == (model != "vit")  # the head of a ViT reads the class token alone
+    assert all(-1 <= value <= 1 for kinds in below for its in kinds.values() for value in its.values())
+    assert bool(last["gradients"]) == (model not in VIT)  # the head of a ViT reads the class token alone
     assert (tmp_path / "similarity.svg").exists()
     assert [its.figure for its in findings([row])] == [f"video 1 ({model})"]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchsbp import kept
 from torchsbp.study import saved
 from torchsbp.study.arms import ARMS, GRIDS, enters
 from torchsbp.study.data import Data
@@ -77,6 +78,28 @@ def test_a_run_that_was_stopped_goes_on(data, tmp_path, monkeypatch, stopped):
     again = [row["loss"] for row in train(run, TOY, training.data, file=file)]
     assert again == whole[1:]
     assert not file.exists()
+
+
+def test_a_state_of_other_settings_is_left_alone(data, tmp_path):
+    run, file = Run("vit", "full", epochs=2), tmp_path / "run.pt"
+    training = Training(run, TOY, Data.load(data))
+    its = saved.Saved(file)
+    its.last -= saved.EVERY
+    its.save(training, 1)
+    assert its.load(training) == 1
+    assert its.load(Training(run, replace(TOY, clip=2.0), training.data)) == 0
+
+
+def test_seeds_have_masks_of_their_own(data):
+    training = Training(Run("vit", "own rows 0.5"), TOY, Data.load(data))
+    found = []
+    for seed in (0, 1, 0):
+        training.begin(Run("vit", "own rows 0.5", seed=seed))
+        training.fill(0, 1)
+        training.step()
+        found.append(torch.cat([its.flatten() for its in kept(training.model).values()]))
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[1])
 
 
 def test_another_order_begins_at_the_same_weights(data):

@@ -15,11 +15,12 @@ from ..errors import DataError, UsageError
 from ..report.sheet import sheet
 from ..study import STUDIES, contest, pool, results
 from ..study.arms import ARMS
-from ..study.data import Data
+from ..study.data import Data, read
 from ..study.models import MODELS, SIZES
 from ..study.optimizer import OPTIMIZERS
 from ..study.plan import Plan
 from ..study.training import Place, Row, Settings, trained
+from .arguments import positive
 
 PURPOSE = "small experiments: ways to take gradients, against each other"
 
@@ -37,6 +38,8 @@ def run(argv: list[str]) -> None:
     study = STUDIES[args.name]
     if study.needs_data and not (args.data and args.data.is_file()):
         raise DataError(f"{args.data} is not a file; --data is an .npz file with x_train, y_train, x_test, y_test")
+    if study.needs_data and len(read(args.data, args.images)[0]) < args.batch:
+        raise UsageError(f"{args.data} has fewer images than --batch {args.batch}; use a smaller one")
     best = contest.tuned(results.read(args.out)) if args.tuned else {}
     plan = Plan(args.models, args.arms, args.seeds, args.epochs, args.lr, args.drop_path, best)
     settings = Settings(
@@ -44,8 +47,11 @@ def run(argv: list[str]) -> None:
         masks=args.masks, images=args.images,
     )  # fmt: skip
     place = Place(args.data, args.out)
+    runs = study.jobs(plan)
+    if not runs:
+        raise UsageError(f"nothing to run: no arm of {args.name} for these --models, or no --lr")
+    left = not_done(args.name, runs, settings, args.out)
     args.out.mkdir(parents=True, exist_ok=True)
-    left = not_done(args.name, study.jobs(plan), settings, args.out)
     if study.at_trained_weights and left:
         for model in dict.fromkeys(its.model for its in left):
             trained(model, settings, Data.load(args.data, settings.images), args.out, plan.lengths(model)[-1])
@@ -126,10 +132,10 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--tuned", action="store_true", help="begin from what suits each arm best so far: --lr multiplies that"
     )
-    parser.add_argument("--seeds", type=int, default=1, help="how many")
-    parser.add_argument("--batch", type=int, default=defaults.batch)
+    parser.add_argument("--seeds", type=positive, default=1, help="how many")
+    parser.add_argument("--batch", type=positive, default=defaults.batch)
     parser.add_argument("--images", type=int, default=0, help="the first so many; 0: all")
-    parser.add_argument("--masks", type=int, default=defaults.masks, help="to compare gradients by")
+    parser.add_argument("--masks", type=positive, default=defaults.masks, help="to compare gradients by")
     parser.add_argument(
         "--size", choices=SIZES, default=defaults.size, help="of the models: small for a CPU, toy for a test"
     )
@@ -147,7 +153,7 @@ def listed(separator: str, kind: Callable[[str], Any]) -> Callable[[str], tuple[
 def by_model(text: str) -> dict[str, tuple[int, ...]]:
     """ "10,20" -> {"": (10, 20)}; "vit 20;convnext 10" -> {"vit": (20,), "convnext": (10,)}"""
     parts = [part.split() for part in text.split(";") if part.strip()]
-    return {" ".join(words[:-1]): listed(",", int)(words[-1]) for words in parts}
+    return {" ".join(words[:-1]): listed(",", positive)(words[-1]) for words in parts}
 
 
 def machine() -> dict[str, str]:

@@ -1,14 +1,13 @@
 """The contest: accuracy of arms on the same models, data and seeds, at equal epochs and at equal time.
 
-Every arm trains for each number of epochs, with the schedule of that length. Its accuracy at another length lies
-between two of them, linear in the logarithm: so steps' times, measured one run at a time (``speed.py``), give accuracy
-at equal time. Arms that train the same model as full backpropagation have its accuracy in their own time; with the
-first seed they may run, to show it.
+Every arm trains for each number of epochs, with the schedule of that length. Between the lengths of a run its accuracy
+follows a polynomial in the logarithm, of three lengths a parabola: so steps' times, measured one run at a time
+(``speed.py``), give accuracy at equal time. Arms that train the same model as full backpropagation have its accuracy in
+their own time; with the first seed they may run, to show it.
 """
 
 import math
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
 from statistics import mean
 
 from ..report.sheet import Drawing, drawn
@@ -52,11 +51,13 @@ def tried(rows: list[Row], study: str = "contest") -> dict[tuple[str, str], dict
 
 
 def tuned(rows: list[Row], study: str = "contest") -> dict[tuple[str, str], Tuned]:
-    """(model, arm) -> the learning rate and stochastic depth that suit it best: by the mean at the greatest length."""
+    """(model, arm) -> the learning rate and stochastic depth that suit it best: by the mean at the greatest length, of
+    those that have the most seeds there."""
 
-    def rank(seeds: dict[int, Curve]) -> tuple[int, float]:
+    def rank(seeds: dict[int, Curve]) -> tuple[int, int, float]:
         longest = max(max(curve) for curve in seeds.values())
-        return longest, mean(curve[longest] for curve in seeds.values() if longest in curve)
+        values = [curve[longest] for curve in seeds.values() if longest in curve]
+        return longest, len(values), mean(values)
 
     return {key: max(of_arm, key=lambda its: rank(of_arm[its])) for key, of_arm in tried(rows, study).items()}
 
@@ -68,13 +69,23 @@ def curves(rows: list[Row], study: str = "contest") -> dict[tuple[str, str], dic
 
 
 def at(curve: Curve, epochs: float) -> float | None:
-    """Between the lengths that were run; None beyond them."""
-    lengths = sorted(curve)
-    for low, high in pairwise(lengths):
-        if low <= epochs <= high:
-            share = math.log(epochs / low) / math.log(high / low)
-            return (1 - share) * curve[low] + share * curve[high]
-    return curve.get(round(epochs)) if math.isclose(epochs, round(epochs)) else None
+    """Between the lengths that were run, on the polynomial in log(epochs) through all; None beyond them. Curves bend:
+    on lines arms near a length would win."""
+    if not min(curve) <= epochs <= max(curve):
+        return None
+
+    def share(length: int) -> float:
+        others = (other for other in curve if other != length)
+        return math.prod(math.log(epochs / other) / math.log(length / other) for other in others)
+
+    return sum(share(length) * accuracy for length, accuracy in curve.items())
+
+
+def shared(curves: Iterable[Curve]) -> set[int]:
+    """The lengths that all of the longest ones have."""
+    lengths = [set(curve) for curve in curves]
+    longest = max(map(max, lengths))
+    return set.intersection(*(its for its in lengths if longest in its))
 
 
 def budgets(lengths: set[int]) -> list[float]:
@@ -104,11 +115,12 @@ def equal_time(rows: list[Row]) -> str:
         full, clock = found.get((model, FULL), {}), speeds.get((model, FULL))
         if clock is None or not full:
             continue
-        for budget in budgets({length for curve in full.values() for length in curve}):
+        lengths = shared(full.values())
+        for budget in budgets(lengths):
             seconds = budget * clock["ms"] * clock["steps"] / 1000
             for arm, epochs in fitting(speeds, model, seconds).items():
-                values = by_seed(found, model, arm, epochs)
-                bar = by_seed(found, model, "exact", fitting(speeds, model, seconds).get("exact", budget))
+                values = by_seed(found, model, arm, lengths, epochs)
+                bar = by_seed(found, model, "exact", lengths, fitting(speeds, model, seconds).get("exact", budget))
                 pairs = [value - bar[seed] for seed, value in values.items() if seed in bar]
                 memory = relative(speeds[model, arm]["peak_bytes"], clock["peak_bytes"])
                 accuracy = f"{mean(values.values()):.2f}" if values else "–"
@@ -122,9 +134,13 @@ def fitting(speeds: dict[tuple[str, str], Row], model: str, seconds: float) -> d
     return {arm: 1000 * seconds / (row["ms"] * row["steps"]) for (its, arm), row in speeds.items() if its == model}
 
 
-def by_seed(found: dict[tuple[str, str], dict[int, Curve]], model: str, arm: str, epochs: float) -> dict[int, float]:
+def by_seed(
+    found: dict[tuple[str, str], dict[int, Curve]], model: str, arm: str, lengths: set[int], epochs: float
+) -> dict[int, float]:
+    """Accuracy after so many epochs, of the seeds that have all of these lengths."""
     seeds = found.get((model, ARMS[arm].same or arm), {})
-    values = {seed: at(curve, epochs) for seed, curve in seeds.items()}
+    whole = {seed: {its: curve[its] for its in lengths} for seed, curve in seeds.items() if lengths <= set(curve)}
+    values = {seed: at(curve, epochs) for seed, curve in whole.items()}
     return {seed: value for seed, value in values.items() if value is not None}
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from zipfile import BadZipFile
 
 import torch
 from torch import Generator, Tensor
@@ -11,6 +12,29 @@ from ..errors import DataError
 from .augment import NUMBERS, Augment
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
+
+
+def read(path: Path, images: int = 0) -> list[Tensor]:
+    """The arrays of a file, which are what they should be."""
+    import numpy as np
+
+    try:
+        with np.load(path) as arrays:
+            missing = [key for key in KEYS if key not in arrays]
+            if missing:
+                raise DataError(f"{path} has no {', '.join(missing)}; a study needs the arrays {', '.join(KEYS)}")
+            ends = [images or None] * 2 + [images // 5 or None] * 2
+            found = [torch.from_numpy(arrays[key][:end]) for key, end in zip(KEYS, ends, strict=True)]
+    except (ValueError, TypeError, OSError, BadZipFile) as error:
+        raise DataError(f"{path} can not be read as an .npz file of arrays: {error}") from error
+    for part, (x, y) in (("train", found[:2]), ("test", found[2:])):
+        if x.dtype != torch.uint8 or x.dim() not in (4, 5) or x.shape[-1] != 3 or y.shape != x.shape[:1]:
+            shapes = f"{list(x.shape)} ({str(x.dtype).removeprefix('torch.')}) and {list(y.shape)}"
+            raise DataError(
+                f"{path}: x_{part} and y_{part} are {shapes}; images must be uint8 [N, H, W, 3], clips "
+                "uint8 [N, T, H, W, 3], and labels [N]"
+            )
+    return found
 
 
 @dataclass(frozen=True)
@@ -28,14 +52,7 @@ class Data:
     def load(cls, path: Path, images: int = 0) -> "Data":
         """From an .npz file with images ``[N, H, W, 3]`` or clips ``[N, T, H, W, 3]``, to the GPU if there is one. What
         one process loads again it has."""
-        import numpy as np
-
-        with np.load(path) as arrays:
-            missing = [key for key in KEYS if key not in arrays]
-            if missing:
-                raise DataError(f"{path} has no {', '.join(missing)}; a study needs the arrays {', '.join(KEYS)}")
-            ends = [images or None] * 2 + [images // 5 or None] * 2
-            tensors = [torch.from_numpy(arrays[key][:end]) for key, end in zip(KEYS, ends, strict=True)]
+        tensors = read(path, images)
         ready = [t.movedim(-1, 1).contiguous() if t.dim() > 1 else t.long() for t in tensors]
         device = "cuda" if torch.cuda.is_available() else "cpu"
         x_train, y_train, x_test, y_test = (t.to(device) for t in ready)

@@ -34,7 +34,7 @@ class Plan:
 
     def lengths(self, model: str) -> tuple[int, ...]:
         """Numbers of epochs, the greatest last."""
-        return tuple(sorted(self.epochs.get(model) or self.epochs.get("", (40,))))
+        return tuple(sorted(set(self.epochs.get(model) or self.epochs.get("", (40,)))))
 
     def settings(self, model: str, arm: str) -> list[Tuned]:
         """What is tried. An arm that was not tuned yet begins from full backpropagation's."""

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import takewhile
 from multiprocessing.connection import Connection, wait
 
 from .training import Place, Row, Run, Settings
@@ -81,12 +82,12 @@ def execute(
     work: Work, runs: Sequence[Run], settings: Settings, place: Place, jobs: int, seconds: float
 ) -> Iterator[Row]:
     """Rows with their run. After so many seconds nothing new begins, and what still runs is ended. Without ``jobs``
-    everything runs here, one after the other."""
+    everything runs here, one after the other, to its end."""
+    left, end = list(runs), time.monotonic() + seconds
     if not jobs:
-        for run in runs:
+        for run in takewhile(lambda _: time.monotonic() < end, runs):
             yield from (labelled(run, row) for row in reported(work, run, settings, place))
         return
-    left, end = list(runs), time.monotonic() + seconds
     alive: dict[object, Child] = {}
     try:
         while (left or alive) and time.monotonic() < end:
@@ -105,4 +106,5 @@ def execute(
     finally:
         for child in alive.values():
             child.process.terminate()
+        for child in alive.values():
             child.process.join()

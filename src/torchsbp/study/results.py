@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 Row = dict[str, Any]
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
-"""of two-sided 95 % intervals, for 1, 2, … degrees of freedom"""
+"""of two-sided 95 % intervals, for 1, 2, … degrees of freedom; the last is a little wide for more"""
 
 
 class Finding(NamedTuple):
@@ -48,7 +48,7 @@ def interval(values: Sequence[float]) -> float | None:
     n = len(values)
     if n < 2:
         return None
-    return (STUDENT[n - 2] if n - 2 < len(STUDENT) else 1.96) * stdev(values) / n**0.5
+    return STUDENT[min(n - 1, len(STUDENT)) - 1] * stdev(values) / n**0.5
 
 
 def difference(values: Sequence[float]) -> str:

@@ -21,10 +21,12 @@ class Saved:
         self.file, self.last = file, time.monotonic()
 
     def load(self, training: "Training") -> int:
-        """The epochs that are done; the training is then there."""
+        """The epochs that are done with these settings; the training is then there."""
         if self.file is None or not self.file.exists():
             return 0
-        done, state = torch.load(self.file, weights_only=True, map_location="cpu")
+        done, settings, state = torch.load(self.file, weights_only=True, map_location="cpu")
+        if settings != str(training.settings):
+            return 0
         training.restore(state)
         return int(done)
 
@@ -34,7 +36,7 @@ class Saved:
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)
         part = self.file.with_suffix(".part")
-        torch.save((done, training.tensors()), part)
+        torch.save((done, str(training.settings), training.tensors()), part)
         os.replace(part, self.file)
         self.last = time.monotonic()
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..adapters.blocks import blocks_of
 from ..report.sheet import Drawing, drawn
 from . import results
+from .arms import VIT
 from .data import Data
 from .plan import Plan
 from .results import Finding
@@ -48,7 +49,7 @@ def noted(found: dict[str, Tensor], name: str, module: nn.Module, given: Any, ou
 
 def on_grid(model: str, x: Tensor) -> Tensor:
     """A block's output as ``[B, T, H, W, C]``; class tokens are left out."""
-    if model == "vit":
+    if model in VIT:
         side = int((x.shape[1] - 1) ** 0.5)
         x = x[:, -side * side :].unflatten(1, (side, side))
     if model.startswith("convnext"):

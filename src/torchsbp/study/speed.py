@@ -13,6 +13,7 @@ import torch
 
 from ..memory.peak import peak_bytes
 from . import results
+from .arms import FULL
 from .data import Data
 from .plan import Plan
 from .training import Place, Row, Run, Settings, Training
@@ -62,9 +63,9 @@ def table(rows: list[Row]) -> str:
     measured = {(row["model"], row["arm"]): row for row in results.of(rows, "speed", "ms")}
     cells = []
     for (model, arm), row in measured.items():
-        full = measured.get((model, "full"), row)
+        full = measured.get((model, FULL), {"ms": 0, "steps": 0, "peak_bytes": 0})
         memory = results.relative(row["peak_bytes"], full["peak_bytes"])
-        epoch = row["ms"] * row["steps"] / 1000
-        faster = full["ms"] * full["steps"] / 1000 / epoch
-        cells.append((model, arm, f"{row['ms']:.2f}", f"{epoch:.2f}", f"{faster:.2f}×", memory))
+        epoch, of_full = (its["ms"] * its["steps"] / 1000 for its in (row, full))
+        faster = f"{of_full / epoch:.2f}×" if of_full else "–"
+        cells.append((model, arm, f"{row['ms']:.2f}", f"{epoch:.2f}", faster, memory))
     return results.table(("model", "arm", "ms a step", "s an epoch", "speed", "peak memory"), cells)

@@ -160,10 +160,11 @@ class Training:
         )
         self.turn.zero_()
         self.loss.zero_()
+        first = 10**6 * self.run.seed + number * steps  # other seeds have other masks
         if self.draw is not None:
-            self.draw.step = number * steps
+            self.draw.step = first
         elif self.arm.options is not None:
-            set_step(self.model, number * steps)
+            set_step(self.model, first)
 
     def step(self) -> None:
         """The step whose turn it is."""
@@ -253,14 +254,18 @@ def prepared(model: str, arm: str, drop_path: float, settings: Settings, data: P
 def trained(model: str, settings: Settings, data: Data, folder: Path, epochs: int) -> nn.Module:
     """The model that full backpropagation reaches, from its file in the folder if it has one."""
     run = Run(model, FULL, epochs=epochs)
-    about = f"{settings.size}, batch {settings.batch}" + (f", {settings.images} images" if settings.images else "")
+    about = f"{settings.size}, {settings.optimizer}, batch {settings.batch}" + (
+        f", {settings.images} images" if settings.images else ""
+    )
     file = folder / "weights" / f"{run.name}, {about}.pt"
     if not file.exists():
         training = Training(run, settings, data)
         for row in train(run, settings, data, training):
             print(f"{run.name}: {row}", flush=True)
         file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(training.model.state_dict(), file)
+        part = file.with_suffix(".part")
+        torch.save(training.model.state_dict(), part)
+        part.replace(file)
     result = fresh(run, settings, data)
     result.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
     return result.to(data.device)
