@@ -55,8 +55,8 @@ def orthogonal(x: Tensor) -> Tensor:
 
 
 def optimizers(name: str, model: nn.Module, rate: Tensor, weight_decay: float) -> list[Optimizer]:
-    """Vectors (biases, norms, scales) do not decay. Muon leaves the classifier, embeddings and depthwise convolutions,
-    which are no maps between features, to AdamW."""
+    """Vectors (biases, norms, scales) do not decay. Muon leaves the classifier, tokens, positions and depthwise
+    convolutions, which are no maps between features, to AdamW."""
     matrices = features(model) if name == "muon" else []
     known = set(map(id, matrices))
     rest = [its for its in model.parameters() if id(its) not in known]

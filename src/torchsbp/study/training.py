@@ -1,7 +1,7 @@
 """One run: a small model, trained from scratch on images that are on the device, by one arm.
 
 Runs of one seed are pairs: the same initial weights, the same images in the same order, the same augmentation and
-stochastic depth.
+stochastic depth; these two not with another batch, with patches left out, or checkpointed.
 
 A step of such a model is hundreds of kernels that run for less time than a CPU takes to launch them. So what differs
 between the steps of an epoch lies on the device (batches, rates, random numbers), a step reads its own, and where there
