@@ -59,7 +59,7 @@ class Video(Model):
 
 @dataclass(frozen=True)
 class Dinov2(Model):
-    """That of transformers, with random weights; it is made for 14² patches of 518², and sees any size."""
+    """That of transformers, with random weights."""
 
     def build(self, size: int | None = None, **options: Any) -> nn.Module:
         from transformers import Dinov2Config, Dinov2ForImageClassification

@@ -52,6 +52,6 @@ def test_every_parameter_is_of_one_optimizer(name, patched):
     names = {id(its): name for name, its in model.named_parameters()}
     chosen = {names[id(its)] for its in found[1]}
     assert all(its.dim() > 1 for its in found[1])
-    assert not any("head" in its or "conv_dw" in its or "embed.proj.bias" in its or "table" in its for its in chosen)
+    assert not any(word in its for its in chosen for word in ("head", "conv_dw", "table", "pos_embed", "token"))
     assert sum(its.numel() for its in found[1]) > 0.6 * sum(its.numel() for its in model.parameters())
-    assert [len(optimizers("adamw", model, torch.zeros(()), 0.1)), len(list(model.parameters()))] == [1, len(names)]
+    assert len(optimizers("adamw", model, torch.zeros(()), 0.1)) == 1
