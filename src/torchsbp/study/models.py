@@ -3,9 +3,8 @@
 Larger images have larger patches.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -32,41 +31,61 @@ def vit(image: int, classes: int, **options: Any) -> nn.Module:
 
 
 class Stem(nn.Sequential):
-    """Three convolutions of 3 × 3 pixels, the second of stride 2, each as wide as two before it."""
+    """Convolutions of 3 × 3 pixels from the image's colours to these widths, the second with a stride: small models
+    learn sooner behind it than behind a cut into patches."""
 
-    def __init__(self, width: int) -> None:
-        widths, layers = (3, width, 2 * width, 4 * width), []
-        for i, (before, after) in enumerate(pairwise(widths)):
-            convolution = nn.Conv2d(before, after, 3, 2 if i == 1 else 1, 1, bias=False)
+    def __init__(self, widths: Sequence[int], stride: int) -> None:
+        layers: list[nn.Module] = []
+        for i, (before, after) in enumerate(pairwise((3, *widths))):
+            convolution = nn.Conv2d(before, after, 3, stride if i == 1 else 1, 1, bias=False)
             layers += [convolution, nn.BatchNorm2d(after), nn.GELU()]
         super().__init__(*layers)
         self.num_features = widths[-1]
 
 
-def hybrid(image: int, classes: int, stem: int, **options: Any) -> nn.Module:
-    """A ViT whose patches are cut out of what a stem makes of the image: it learns sooner."""
+def behind(stem: Sequence[int]) -> Any:
+    """Makes the embedding of patches of what a stem makes of the image."""
     from timm.layers import HybridEmbed
 
-    def embed(img_size: int, patch_size: int, embed_dim: int, **unused: Any) -> nn.Module:
-        inner, features = patch_size // 2, (img_size // 2, img_size // 2)
-        return HybridEmbed(Stem(stem), img_size, inner, feature_size=features, feature_ratio=2, embed_dim=embed_dim)
+    def embed(img_size: int, patch_size: int, embed_dim: int, output_fmt: str = "NLC", **unused: Any) -> nn.Module:
+        return HybridEmbed(
+            Stem(stem, 2), img_size, patch_size // 2, feature_size=(img_size // 2, img_size // 2), feature_ratio=2,
+            embed_dim=embed_dim, output_fmt=output_fmt,
+        )  # fmt: skip
 
-    return vit(image, classes, embed_layer=embed, **options)
+    return embed
 
 
-def convnext(image: int, classes: int, stem: int = 1, scale: float = 1.0, **options: Any) -> nn.Module:
+def hybrid(image: int, classes: int, embed_dim: int, **options: Any) -> nn.Module:
+    """A ViT behind a stem."""
+    stem = behind((embed_dim // 8, embed_dim // 4, embed_dim // 2))
+    return vit(image, classes, embed_dim=embed_dim, embed_layer=stem, **options)
+
+
+def convnext(image: int, classes: int, dims: Sequence[int], **options: Any) -> nn.Module:
+    """Behind a stem."""
+    result = patched_convnext(image, classes, patch=1, scale=1.0, dims=dims, **options)
+    result.stem = Stem((dims[0] // 2, dims[0]), max(1, image // 32))
+    return result
+
+
+def patched_convnext(image: int, classes: int, patch: int = 2, scale: float = 1e-6, **options: Any) -> nn.Module:
+    """As for large images. From patches of 2 pixels timm's first stage goes on to 4, so that the mask of stage 3 is
+    drawn on 2×2 cells."""
     from timm.models.convnext import ConvNeXt
 
-    # From a stem of 2 pixels timm's first stage goes on to 4, and the mask of stage 3 would be drawn on 2×2 cells.
-    return ConvNeXt(num_classes=classes, patch_size=stem * max(1, image // 32), ls_init_value=scale, **options)
+    return ConvNeXt(num_classes=classes, patch_size=patch * max(1, image // 32), ls_init_value=scale, **options)
 
 
-def swin(image: int, classes: int, **options: Any) -> nn.Module:
+def swin(image: int, classes: int, embed_dim: int, **options: Any) -> nn.Module:
+    """Behind a stem."""
     from timm.models.swin_transformer import SwinTransformer
 
+    stem = behind((embed_dim // 4, embed_dim // 2, embed_dim))
     return SwinTransformer(
-        img_size=image, patch_size=max(2, image // 16), window_size=4, num_classes=classes, **options
-    )
+        img_size=image, patch_size=max(2, image // 16), window_size=4, num_classes=classes, embed_dim=embed_dim,
+        embed_layer=stem, **options,
+    )  # fmt: skip
 
 
 def video(image: int, classes: int, drop_path_rate: float, **options: Any) -> nn.Module:
@@ -95,13 +114,13 @@ MODELS = {
     "hybrid": Recipe(
         hybrid, TRANSFORMERS,
         {
-            "full": {"embed_dim": 256, "depth": 7, "num_heads": 4, "stem": 32},
-            "small": {"embed_dim": 64, "depth": 7, "num_heads": 2, "stem": 8},
-            "toy": {"embed_dim": 32, "depth": 3, "num_heads": 2, "stem": 4},
+            "full": {"embed_dim": 256, "depth": 7, "num_heads": 4},
+            "small": {"embed_dim": 64, "depth": 7, "num_heads": 2},
+            "toy": {"embed_dim": 32, "depth": 3, "num_heads": 2},
         },
     ),
     "convnext": Recipe(convnext, CONVOLUTIONS, CONVNEXT),
-    "convnext2": Recipe(partial(convnext, stem=2, scale=1e-6), CONVOLUTIONS, CONVNEXT),  # as for large images
+    "convnext2": Recipe(patched_convnext, CONVOLUTIONS, CONVNEXT),
     "swin": Recipe(
         swin, TRANSFORMERS,
         {
