@@ -40,7 +40,7 @@ for call in $calls; do
     speed) study speed --models "$models" --arms "$timed" ;;
     tune)
       study contest --models "$models" --arms "$decided" --epochs "$short" --tuned --lr 0.5,1,2 --seeds 2
-      study contest --models "$models" --arms "$decided" --epochs "$short" --tuned --drop-path 0 --seeds 2
+      study contest --models "$models" --arms "$decided" --epochs "$short" --tuned --drop-path 0.1 --seeds 2
       ;;
     decide) study contest --models "$models" --arms "$decided" --epochs "$epochs" --tuned --seeds "${SEEDS:-5}" ;;
     stem) study contest --models convnext,convnext2 --arms "full;grid 0.5;down exact, balanced 0.5" --epochs "$short" --seeds 2 ;;

@@ -28,6 +28,7 @@ import children
 import commandline
 import torchsbp
 from case import Stopwatch, release
+from torchsbp.config import PRESETS
 from torchsbp.memory.estimate import checkpoint_blocks
 from torchsbp.memory.peak import peak_bytes
 from torchsbp.memory.saved import Saved
@@ -62,7 +63,7 @@ class Method:
 
 
 RPN, HEADS = Lean(rpn=True), Lean(rpn=True, recompute=True)
-HALF = {"keep_ratio": 0.5, "per_sample": True, "exact_downsampling": True}  # as the recipes have it
+HALF = PRESETS["paper"] | {"per_sample": True, "exact_downsampling": True}  # as the recipes have it
 METHODS = {
     "full": Method(),
     "checkpointed backbone": Method(checkpoint=True),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torchsbp
+from torchsbp import SBPConfig
 from torchsbp.memory.estimate import checkpoint_blocks
 from torchsbp.ops import wrap
 from torchsbp.sampling import samplers
@@ -32,15 +33,19 @@ class Method:
         return self.only in model and (self.eager if mode == "eager" else self.compiled)
 
 
-def sbp(only: str = "", **options: Any) -> Method:
-    return Method(lambda model: torchsbp.apply(model, **options), only=only)
+GRID = SBPConfig.preset("paper", attention="query")
+"""one grid for the batch and all blocks: the image paper's masks with the rule of ours"""
+
+
+def sbp(only: str = "", config: SBPConfig = GRID, **options: Any) -> Method:
+    return Method(lambda model: torchsbp.apply(model, config=config, **options), only=only)
 
 
 def sbp_and_checkpoint(**options: Any) -> Method:
     """SBP with ``recompute=False``; the blocks that are not sampled are checkpointed."""
 
     def prepare(model: nn.Module) -> None:
-        torchsbp.apply(model, recompute=False, **options)
+        torchsbp.apply(model, config=GRID, recompute=False, **options)
         checkpoint_blocks(model, lambda block: block.sbp.sampling.site is None)  # type: ignore[union-attr]
 
     return Method(prepare)
@@ -99,6 +104,7 @@ METHODS = {
     "offload": Method(around=offload, compiled=False),
     "algorithm 1, r=0.5": Method(algorithm_1(0.5), only="vit"),
     "patch drop 0.5": Method(build={"patch_drop_rate": 0.5}, only="vit"),
+    **{name: sbp(config=SBPConfig.preset(name)) for name in ("default", "fast", "paper")},
     "exact, lean (r=1)": sbp(keep_ratio=1.0),
     "exact, lean (r=1), a sixth saved": sbp(keep_ratio=1.0, recompute=5 / 6),
     "sbp query r=0.5": sbp(keep_ratio=0.5),

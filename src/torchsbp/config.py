@@ -32,14 +32,15 @@ class SBPConfig:
       counted from where theirs begin; block indices; block names (``*`` matches); a filter (name, module) -> bool.
     - ``scope``: "branch" keeps the residual path's gradient everywhere, "block" gates it too.
     - ``per_sample``: a mask for every image instead of one for the batch. "balanced": over the batch, every position is
-      kept equally often.
+      kept equally often. "auto": that where the sampler allows, else True.
     - ``per_block``: a mask for every sampled block, on its own grid, instead of one for all of them. With scale="rows"
-      gradients are then unbiased through all blocks.
+      gradients are then unbiased through all blocks. "auto": True where branches alone are gated.
     - ``exact_downsampling``: sampled stages have exact down-sampling layers. No residual path leads around these: a
       sampled one cuts off the gradient of everything below at dropped positions.
     - ``scale``: "weight" multiplies weight gradients of sampled branches by 1/r (for SGD). "rows" multiplies the
       cotangent of a sampled block's kept positions by one over their probability, class and register tokens by 1: its
-      gradients are unbiased (docs/method.md, section 4).
+      gradients are unbiased (docs/method.md, section 4). "auto": "rows" where rows of branches alone are gated,
+      else "none".
     - ``recompute``: the dial between memory and speed. True: backward recomputes what it needs from the input of each
       block, saved in bfloat16 if products are (least memory). False: that input and the results of matrix products are
       saved, for kept rows. A number in between: that share of the blocks recomputes, the first ones. Blocks that are
@@ -50,16 +51,16 @@ class SBPConfig:
     """
 
     keep_ratio: KeepRatio = 0.5
-    sampler: str | samplers.Sampler = "grid"
+    sampler: str | samplers.Sampler = "random"
     attention: str = "query"
     blocks: Blocks = None
     scope: str = "branch"
-    per_sample: bool | str = False
-    scale: str = "none"
+    per_sample: bool | str = "auto"
+    scale: str = "auto"
     recompute: bool | float = True
     seed: int = 0
-    per_block: bool = False
-    exact_downsampling: bool = False
+    per_block: bool | str = "auto"
+    exact_downsampling: bool = True
     capture: bool = True
 
     def __post_init__(self) -> None:
@@ -67,6 +68,9 @@ class SBPConfig:
         samplers.resolve(self.sampler)
         one_of("attention", self.attention, RULES)
         one_of("scope", self.scope, SCOPES)
+        one_of("exact_downsampling", self.exact_downsampling, (True, False))
+        for name, value in suiting(self):
+            object.__setattr__(self, name, value)
         one_of("scale", self.scale, SCALES)
         if self.scale != "none" and RULES[self.attention].heads:
             raise UsageError(
@@ -77,18 +81,17 @@ class SBPConfig:
                 'scale="rows" leaves the residual path as it is, which scope="block" gates; use scope="branch"'
             )
         one_of("per_sample", self.per_sample, (False, True, "balanced"))
-        if self.per_sample == "balanced" and not getattr(samplers.resolve(self.sampler), "cyclic", False):
-            cyclic = [name for name, sampler in samplers.SAMPLERS.items() if getattr(sampler, "cyclic", False)]
+        if self.per_sample == "balanced" and not cyclic(self.sampler):
+            allowed = [name for name in samplers.SAMPLERS if cyclic(name)]
             raise UsageError(
                 f'per_sample="balanced" turns one order for every sample, which sampler={shown(self.sampler)} does not '
-                f"allow; use per_sample=True, or one of the samplers {cyclic}"
+                f"allow; use per_sample=True, or one of the samplers {allowed}"
             )
         one_of("per_block", self.per_block, (True, False))
         if self.per_block and self.scope == "block":
             raise UsageError(
                 'per_block=True with scope="block" leaves only positions that every block keeps; use scope="branch"'
             )
-        one_of("exact_downsampling", self.exact_downsampling, (True, False))
         one_of("capture", self.capture, (True, False))
         if not isinstance(self.recompute, (bool, int, float)) or not 0 <= self.recompute <= 1:
             raise UsageError(f"recompute={self.recompute!r} is not allowed; allowed: True, False, a number in [0, 1]")
@@ -101,9 +104,25 @@ class SBPConfig:
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "SBPConfig":
         """A named configuration, with any field changed: "exact" (less memory, the gradients of full backpropagation),
-        "default" (ours) or "paper" (the image paper's)."""
+        "default" (half of the positions), "fast" (a quarter) or "paper" (the image paper's)."""
         one_of("preset", name, PRESETS)
-        return configured(None, PRESETS[name], changes)
+        return configured(None, None, PRESETS[name] | changes)
+
+
+def cyclic(sampler: str | samplers.Sampler) -> bool:
+    """Whether its orders may be read from any start."""
+    return bool(getattr(samplers.resolve(sampler), "cyclic", False))
+
+
+def suiting(config: SBPConfig) -> Iterator[tuple[str, Any]]:
+    """The fields that were left to us, as they suit the others."""
+    branches = config.scope == "branch" and config.exact_downsampling
+    if config.per_sample == "auto":
+        yield "per_sample", "balanced" if cyclic(config.sampler) else True
+    if config.per_block == "auto":
+        yield "per_block", branches
+    if config.scale == "auto":
+        yield "scale", "rows" if branches and not RULES[config.attention].heads else "none"
 
 
 def check_blocks(blocks: Any) -> None:
@@ -126,16 +145,20 @@ def one_of(name: str, value: Any, allowed: Any) -> None:
         raise UsageError(f"{name}={value!r} is not allowed; allowed: {names}")
 
 
-PRESETS = {
-    "exact": SBPConfig(keep_ratio=1.0),
-    "default": SBPConfig(),
-    "paper": SBPConfig(keep_ratio=0.5, sampler="grid", attention="qkv"),
-}
+PRESETS: dict[str, dict[str, Any]] = {
+    "exact": {"keep_ratio": 1.0},
+    "default": {},
+    "fast": {"keep_ratio": 0.25},
+    "paper": {
+        "sampler": "grid", "attention": "qkv", "per_sample": False, "per_block": False, "scale": "none",
+        "exact_downsampling": False,
+    },
+}  # fmt: skip
 """The one place that says what they are; docs/study has the evidence."""
 
 
 def configured(keep_ratio: KeepRatio | None, config: SBPConfig | None, options: dict[str, Any]) -> SBPConfig:
-    """What ``apply`` is given, as one configuration: ``config``, or the default preset, with these fields changed."""
+    """What ``apply`` is given, as one configuration: ``config``, or the default, with these fields changed."""
     unknown = sorted(set(options) - set(SBPConfig.__dataclass_fields__))
     if unknown:
         allowed = ", ".join(SBPConfig.__dataclass_fields__)
@@ -150,7 +173,7 @@ def configured(keep_ratio: KeepRatio | None, config: SBPConfig | None, options: 
     expect("config", config, (SBPConfig, type(None)), f"None, an SBPConfig(…), {presets}")
     if keep_ratio is not None:
         options = options | {"keep_ratio": keep_ratio}
-    return replace(config or PRESETS["default"], **options)
+    return replace(config, **options) if config else SBPConfig(**options)
 
 
 class Option(NamedTuple):

@@ -124,7 +124,7 @@ def test_lengths_may_differ_by_model_and_settings_begin_from_what_is_best():
     plan = Plan(("vit", "swin"), epochs={"vit": (20, 10), "": (5,)}, lr=(0.5, 2.0), tuned={("vit", "full"): (3.0, 0.2)})
     assert (plan.lengths("vit"), plan.lengths("swin")) == ((10, 20), (5,))
     assert plan.settings("vit", "own rows 0.5") == [(1.5, 0.2), (6.0, 0.2)]
-    assert plan.settings("swin", "full") == [(0.5, 0.1), (2.0, 0.1)]
+    assert plan.settings("swin", "full") == [(0.5, 0.0), (2.0, 0.0)]
     assert replace(plan, drop_path=(0.0,)).settings("vit", "full") == [(1.5, 0.0), (6.0, 0.0)]
 
 

@@ -127,7 +127,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         "--lr", type=listed(",", float), default=(1.0,), help="times each model's own; a contest tries all"
     )
     parser.add_argument(
-        "--drop-path", type=listed(",", float), default=(), help="stochastic depth (0.1); a contest tries all"
+        "--drop-path", type=listed(",", float), default=(), help="stochastic depth (0); a contest tries all"
     )
     parser.add_argument(
         "--tuned", action="store_true", help="begin from what suits each arm best so far: --lr multiplies that"

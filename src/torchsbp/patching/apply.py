@@ -165,7 +165,7 @@ def strategies_for(
         config.sampler,
         config.seed,
         config.per_sample,
-        config.per_block,
+        config.per_block is True,
         layout.prefix_of(model),
         tuple(stage.shrinks(model) for stage in layout.stages_of(model)),
         tuple(site_spec(its, rule.heads) for its in sampled),

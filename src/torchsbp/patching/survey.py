@@ -72,7 +72,7 @@ def problems_of(its: Found, before: list[Found], config: SBPConfig) -> list[str]
 
 def gated_twice(name: str, config: SBPConfig) -> Iterator[str]:
     """No residual path leads around a down-sampling layer: it gates all that is below, and so does the next one."""
-    given = ['scale="rows"'] * (config.scale == "rows") + ["per_block=True"] * config.per_block
+    given = ['scale="rows"'] * (config.scale == "rows") + ["per_block=True"] * (config.per_block is True)
     if given:
         yield (
             f"{name}: {' and '.join(given)} can't be combined with sampled down-sampling layers: each of them scales "

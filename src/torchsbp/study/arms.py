@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..config import PRESETS
 from .chosen import apply_chosen
 from .local import apply_local
 
@@ -38,6 +39,7 @@ class Arm:
 VIT, PYRAMID = ("vit", "hybrid"), ("convnext", "convnext2")
 TOKENS = (*VIT, "swin")
 FULL = "full"
+GRID: Options = PRESETS["paper"] | {"attention": "query"}
 APART: Options = {"sampler": "random", "per_sample": True}
 BALANCED: Options = {"sampler": "random", "per_sample": "balanced"}
 OWN: Options = BALANCED | {"per_block": True}
@@ -47,7 +49,7 @@ MLP: Options = {"attention": "exact"}
 
 
 def sampled(ratio: Any, *parts: Options, models: tuple[str, ...] = ALL, instead: Any = None, **more: Any) -> Arm:
-    options: Options = {"keep_ratio": ratio} | more
+    options: Options = {"keep_ratio": ratio} | more if instead else GRID | {"keep_ratio": ratio} | more
     for part in parts:
         options |= part
     return Arm(options, models=models, instead=instead)
@@ -81,6 +83,7 @@ ARMS: dict[str, Arm] = {
     "down exact, own 0.5": sampled(0.5, OWN, DOWN, models=PYRAMID),
     "down exact, own rows 0.75": sampled(0.75, OWN, DOWN, ROWS, models=PYRAMID),
     "down exact, own rows 0.5": sampled(0.5, OWN, DOWN, ROWS, models=PYRAMID),
+    "down exact, own rows 0.25": sampled(0.25, OWN, DOWN, ROWS, models=PYRAMID),
     "increasing": sampled((0.25, 0.75)),
     "decreasing": sampled((0.75, 0.25)),
     "last 2": sampled(0.5, blocks=2 / 12, models=VIT),

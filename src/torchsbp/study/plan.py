@@ -38,7 +38,7 @@ class Plan:
 
     def settings(self, model: str, arm: str) -> list[Tuned]:
         """What is tried. An arm that was not tuned yet begins from full backpropagation's."""
-        lr, drop_path = self.tuned.get((model, ARMS[arm].same or arm)) or self.tuned.get((model, FULL), (1.0, 0.1))
+        lr, drop_path = self.tuned.get((model, ARMS[arm].same or arm)) or self.tuned.get((model, FULL), (1.0, 0.0))
         return list(product((factor * lr for factor in self.lr), self.drop_path or (drop_path,)))
 
 

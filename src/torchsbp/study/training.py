@@ -42,7 +42,7 @@ class Run:
     seed: int = 0
     epochs: int = 40
     lr: float = 1.0
-    drop_path: float = 0.1
+    drop_path: float = 0.0
     shorter: tuple[int, ...] = ()
 
     @property

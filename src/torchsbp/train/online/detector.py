@@ -86,11 +86,11 @@ class OnlineDetector(nn.Module):
             )
         if self.config.tokens is not None:
             check_one_ratio(config)
-            tokens = replace(config, keep_ratio=self.config.tokens, sampler="grid")
+            tokens = replace(config, keep_ratio=self.config.tokens, sampler="random")
             torchsbp.apply(self.encoder.body, config=tokens)
         else:
             check_frames_alone(config, "set task.encoder.tokens")
-        # "grid", the default, is a pattern within frames: over time it would keep all of them.
+        # "grid" is a pattern within frames: over time it would keep all of them.
         sampler = "frames" if config.sampler == "grid" else config.sampler
         if self.config.kept == "work":
             sampler = WorkFirst(sampler, self.temporal.window.work)
