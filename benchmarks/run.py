@@ -25,10 +25,10 @@ COMPARED = ("step ms", "peak MiB")
 
 
 def add_ratios(rows: list[Row]) -> None:
-    """To full backprop of the same model and mode, and for compiled rows to checkpointing."""
-    timed = {(row["model"], row["mode"], row["method"]): row for row in rows if "step ms" in row}
-    for (model, mode, _), row in timed.items():
-        full, checkpoint = (timed.get((model, mode, method), {}) for method in ("full", "checkpoint"))
+    """To full backprop of the same model, mode and batch, and for compiled rows to checkpointing."""
+    timed = {(row["model"], row["mode"], row["batch"], row["method"]): row for row in rows if "step ms" in row}
+    for (*same, _), row in timed.items():
+        full, checkpoint = (timed.get((*same, method), {}) for method in ("full", "checkpoint"))
         if full:
             row["speed"] = full["step ms"] / row["step ms"]
             if "peak MiB" in row:
@@ -38,7 +38,7 @@ def add_ratios(rows: list[Row]) -> None:
                 row["measured/ideal"] = row["speed"] / row["ideal speed"]
             if "build s" in row:
                 row["build time"] = row["build s"] / full["build s"]
-        if checkpoint and mode != "eager":
+        if checkpoint and row["mode"] != "eager":
             row["vs checkpoint"] = checkpoint["step ms"] / row["step ms"]
 
 

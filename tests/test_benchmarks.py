@@ -132,8 +132,9 @@ def test_names_of_files_differ(bench):
 
 
 def test_ratios_to_checkpointing_and_of_memory(bench):
-    names = {"model": "vit", "mode": "compiled"}
+    names = {"model": "vit", "mode": "compiled", "batch": 8}
     rows = [
+        names | {"method": "full", "step ms": 40.0, "peak MiB": 200.0, "flops": 18, "batch": 16},
         names | {"method": "full", "step ms": 20.0, "peak MiB": 100.0, "flops": 9},
         names | {"method": "checkpoint", "step ms": 25.0, "peak MiB": 30.0, "flops": 12},
         names | {"method": "sbp", "step ms": 16.0, "peak MiB": 25.0, "flops": 6},
@@ -141,11 +142,11 @@ def test_ratios_to_checkpointing_and_of_memory(bench):
         names | {"method": "broken", "error": "out of memory"},
     ]
     bench.run.add_ratios(rows)
-    assert rows[2]["memory"] == 0.25
-    assert rows[2]["vs checkpoint"] == 25 / 16
-    assert rows[2]["measured/ideal"] == pytest.approx((20 / 16) / 1.5)
-    assert "ideal speed" not in rows[3]
-    assert "speed" not in rows[4]
+    assert rows[3]["memory"] == 0.25
+    assert rows[3]["vs checkpoint"] == 25 / 16
+    assert rows[3]["measured/ideal"] == pytest.approx((20 / 16) / 1.5)
+    assert "ideal speed" not in rows[4]
+    assert "speed" not in rows[5]
 
 
 def serve(bench, work) -> list[dict]:
