@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("| frames kept from | cosine | length |\n|---|---|---|")
         for arm, (kept, per_sample) in ARMS.items():
             model.config.kept = kept
-            model.apply_sbp(SBPConfig(keep_ratio=own.ratio, per_sample=per_sample))
+            model.apply_sbp(SBPConfig(keep_ratio=own.ratio, sampler="frames", per_sample=per_sample))
             found = [gradients(model, batch, number)[1] for number, batch in enumerate(given)]
             pairs = list(zip(found, [exact for _, exact in full], strict=True))
             cosine = statistics.mean(F.cosine_similarity(one, exact, 0).item() for one, exact in pairs)

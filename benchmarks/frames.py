@@ -88,7 +88,7 @@ class Case:
         self.targets = torch.nn.functional.one_hot(labels, CLASSES).float()
         self.model = OnlineDetector(encoder, temporal, config).to(setting.device, memory_format=torch.channels_last)
         if ratio is not None:
-            self.model.apply_sbp(SBPConfig(keep_ratio=ratio))
+            self.model.apply_sbp(SBPConfig(keep_ratio=ratio, sampler="frames", per_sample=False))
         if setting.mode != "eager":
             self.model.compile(mode=MODES[setting.mode])
         trained = [its for its in self.model.parameters() if its.requires_grad]

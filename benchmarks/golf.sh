@@ -17,11 +17,11 @@ paired() { # NAME JOBS SEEDS METRICS ARMS…, options of all
   python benchmarks/paired_runs.py "benchmarks/golf/$name.yaml" --out "$WORK/runs/$name" --jobs "$jobs" --seeds "$seeds" \
     --limit "${LIMIT:-1200}" --metrics $metrics --arm full "$@" ${COMMON:-} | sed -u "s/^/$name | /" | tee "$OUT/$name.txt"
 }
-SBP="--sbp.preset=default --sbp.per_sample=true"
+SBP="--sbp.preset=default --sbp.sampler=frames --sbp.per_sample=true"
 FIFTH="$SBP --sbp.keep_ratio=0.2"
 paired pretrained 9 3 "map tad" --arm "work $FIFTH --task.encoder.kept=work" --arm "sbp $FIFTH" --arm "frozen --task.encoder.frozen=true" \
   -- --task.data.root="$WORK/swings" --task.encoder.weights="$GOLFDATA/lite2.pt" &
-SBP="--sbp.preset=default --sbp.per_sample=balanced --sbp.sampler=frames"
+SBP="--sbp.preset=paper --sbp.attention=query --sbp.per_sample=balanced --sbp.sampler=frames"
 paired phases 3 5 top1 --arm "half $SBP --sbp.keep_ratio=0.5" --arm "quarter $SBP --sbp.keep_ratio=0.25" \
   -- --task.data.root="$WORK/phases" --task.model.weights="$GOLFDATA/lite2.pt" &
 wait

@@ -24,6 +24,6 @@ of() { echo "$WORK/runs/$1/full_0/model.safetensors"; }
 paired imagenette 1 top1 -- --task.data.root="$WORK/imagenette" ${FIRST:-}
 wait $GOLF
 paired stills 1 top1 -- --task.data.root="$WORK/golf/stills" --task.model.weights="$(of imagenette)" ${FIRST:-}
-paired own 3 "map tad" --arm "work --sbp.preset=default --sbp.per_sample=true --sbp.keep_ratio=0.2 --task.encoder.kept=work" \
+paired own 3 "map tad" --arm "work --sbp.preset=default --sbp.sampler=frames --sbp.per_sample=true --sbp.keep_ratio=0.2 --task.encoder.kept=work" \
   --arm "frozen --task.encoder.frozen=true" -- --task.data.root="$WORK/golf/swings" --task.encoder.weights="$(of stills)" ${COMMON:-}
 tar -C "$WORK/runs" -czf "$OUT/metrics.tar.gz" $(cd "$WORK/runs" && find . -name metrics.jsonl -o -name log.txt)

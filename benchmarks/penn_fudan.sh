@@ -43,7 +43,7 @@ runs() {
   local weights=$1 out=$2 work; work=$(mktemp -d); mkdir -p "$out"
   python -c "$halves" "$weights" "$work/pretrained.safetensors" || exit 1
   python benchmarks/paired_runs.py penn_fudan --out "$work/runs" --seeds "${SEEDS:-5}" --jobs 10 --limit "${LIMIT:-300}" --arm full \
-    --arm "sbp --sbp.preset=default --sbp.per_sample=true --sbp.exact_downsampling=true --sbp.scale=rows" -- \
+    --arm "sbp --sbp.preset=paper --sbp.attention=query --sbp.per_sample=true --sbp.exact_downsampling=true --sbp.scale=rows" -- \
     --task.data.root="$data/pennfudan" --task.model.weights="$work/pretrained.safetensors" ${MORE:-} 2>&1 | tee "$out/table.txt"
   tail -q -n 1 "$work"/runs/*/log.txt | cut -c1-200
   tar -czf "$out/runs.tar.gz" -C "$work" --exclude "*.pt" --exclude "*.safetensors" runs  # each run has tens of MB of weights
