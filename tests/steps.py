@@ -9,9 +9,12 @@ import torch._dynamo
 from torch import Tensor, nn
 
 import torchsbp
+from torchsbp import SBPConfig
 from torchsbp.patching.entry import entries
 
 Gradients = dict[str, Tensor]
+GRID = SBPConfig.preset("paper", attention="query")
+"""One mask for the batch, all blocks and the layers between stages, nothing weighted: what needs that to be tested."""
 
 
 def step(model: nn.Module, x: Tensor, run: Any = None) -> tuple[Tensor, Gradients]:

@@ -13,7 +13,7 @@ from .ops.rules import RULES
 from .sampling import samplers, schedules
 
 SCOPES = ("branch", "block")
-SCALES = ("none", "weight", "rows")
+SCALES = ("auto", "none", "weight", "rows")
 
 KeepRatio = schedules.Ratio | schedules.Milestones
 Blocks = None | float | Sequence[int] | Sequence[str] | Callable[[str, nn.Module], bool]
@@ -69,28 +69,32 @@ class SBPConfig:
         one_of("attention", self.attention, RULES)
         one_of("scope", self.scope, SCOPES)
         one_of("exact_downsampling", self.exact_downsampling, (True, False))
-        for name, value in suiting(self):
-            object.__setattr__(self, name, value)
+        for name, value in suiting(self).items():
+            if getattr(self, name) == "auto":
+                object.__setattr__(self, name, value)
         one_of("scale", self.scale, SCALES)
         if self.scale != "none" and RULES[self.attention].heads:
             raise UsageError(
-                f'scale="{self.scale}" is defined for sampled rows, not heads; use attention="query" or "qkv"'
+                f'scale="{self.scale}" is defined for sampled rows, not heads; use attention="query" or "qkv", '
+                'or scale="none"'
             )
         if self.scale == "rows" and self.scope == "block":
             raise UsageError(
-                'scale="rows" leaves the residual path as it is, which scope="block" gates; use scope="branch"'
+                'scale="rows" leaves the residual path as it is, which scope="block" gates; use scope="branch", '
+                'or scale="none"'
             )
-        one_of("per_sample", self.per_sample, (False, True, "balanced"))
+        one_of("per_sample", self.per_sample, ("auto", False, True, "balanced"))
         if self.per_sample == "balanced" and not cyclic(self.sampler):
             allowed = [name for name in samplers.SAMPLERS if cyclic(name)]
             raise UsageError(
                 f'per_sample="balanced" turns one order for every sample, which sampler={shown(self.sampler)} does not '
                 f"allow; use per_sample=True, or one of the samplers {allowed}"
             )
-        one_of("per_block", self.per_block, (True, False))
+        one_of("per_block", self.per_block, ("auto", True, False))
         if self.per_block and self.scope == "block":
             raise UsageError(
-                'per_block=True with scope="block" leaves only positions that every block keeps; use scope="branch"'
+                'per_block=True with scope="block" leaves only positions that every block keeps; use scope="branch", '
+                "or per_block=False"
             )
         one_of("capture", self.capture, (True, False))
         if not isinstance(self.recompute, (bool, int, float)) or not 0 <= self.recompute <= 1:
@@ -114,15 +118,14 @@ def cyclic(sampler: str | samplers.Sampler) -> bool:
     return bool(getattr(samplers.resolve(sampler), "cyclic", False))
 
 
-def suiting(config: SBPConfig) -> Iterator[tuple[str, Any]]:
-    """The fields that were left to us, as they suit the others."""
+def suiting(config: SBPConfig) -> dict[str, Any]:
+    """What "auto" means: the fields that may be left to us, as they suit the others."""
     branches = config.scope == "branch" and config.exact_downsampling
-    if config.per_sample == "auto":
-        yield "per_sample", "balanced" if cyclic(config.sampler) else True
-    if config.per_block == "auto":
-        yield "per_block", branches
-    if config.scale == "auto":
-        yield "scale", "rows" if branches and not RULES[config.attention].heads else "none"
+    return {
+        "per_sample": "balanced" if cyclic(config.sampler) else True,
+        "per_block": branches,
+        "scale": "rows" if branches and not RULES[config.attention].heads else "none",
+    }
 
 
 def check_blocks(blocks: Any) -> None:
@@ -174,6 +177,12 @@ def configured(keep_ratio: KeepRatio | None, config: SBPConfig | None, options: 
     if keep_ratio is not None:
         options = options | {"keep_ratio": keep_ratio}
     return replace(config, **options) if config else SBPConfig(**options)
+
+
+def differing(config: SBPConfig) -> dict[str, Any]:
+    """The fewest fields that make it: those that are neither as by default nor as they suit the others."""
+    plain = {its.name: its.default for its in fields(config)} | suiting(config)
+    return {name: getattr(config, name) for name, value in plain.items() if getattr(config, name) != value}
 
 
 class Option(NamedTuple):

@@ -18,6 +18,7 @@ from ..counting import SavedBytes
 from ..models import CONVNEXT, DINOV2, LAYERS, MODELS, TOWER, TRANSFORMERS, VIDEOMAE, VIT, Scores, transformers_model
 from ..oracle import check_definition
 from ..steps import (
+    GRID,
     assert_gradients,
     check_compiled,
     check_copies,
@@ -221,7 +222,7 @@ def test_a_backbone_is_found_once_wherever_it_is(cls):
     options, names = WITHIN[cls]
     model = transformers_model(cls, **options)
     assert [name for name, *_ in find_backbones(model)] == names
-    torchsbp.apply(model)
+    torchsbp.apply(model, config=GRID)
     entry = entry_of(model).sbp
     assert entry.prefix == "".join(f"{name}." for name in names if name)
     assert len(entry.sampled) == (6 if cls.startswith("ConvNext") else 2)

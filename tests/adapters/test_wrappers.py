@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import torchsbp
 from torchsbp import adapters
 
-from ..steps import assert_gradients, check_left_as_it_was, gradients_of, step
+from ..steps import GRID, assert_gradients, check_left_as_it_was, gradients_of, step
 from .wrappers import REFUSED, WRAPPERS, Siamese, Two, Wrapper, features, torchvision_convnext
 
 RATIOS = (0.5, 0.25)
@@ -32,9 +32,9 @@ def assert_exact(model: torch.nn.Module, *inputs: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_wrapped_backbone_has_the_gated_gradient(name):
-    """With the papers' blocks, and with every block sampled."""
+    """With the papers' blocks and masks, and with every block sampled."""
     model, x = WRAPPERS[name].model(), WRAPPERS[name].images()
-    for options in ({"keep_ratio": 0.5}, {"keep_ratio": 0.25, "blocks": 1.0, "sampler": "random"}):
+    for options in ({"config": GRID}, {"keep_ratio": 0.25, "blocks": 1.0}):
         assert_exact(torchsbp.apply(model, **options), x)
         torchsbp.remove(model)
 
@@ -128,7 +128,7 @@ def test_the_size_of_images_may_change_from_step_to_step(name):
 def test_layers_whose_outputs_share_inputs_are_left_plain(name):
     """With an output stride, some layers between stages have a kernel larger than their stride."""
     model = WRAPPERS[name].model()
-    torchsbp.apply(model, keep_ratio=0.5, blocks=1.0)
+    torchsbp.apply(model, config=GRID, blocks=1.0)
     model(WRAPPERS[name].images())
     sites = torchsbp.kept(model)
     for path, module in model.named_modules():
@@ -273,7 +273,7 @@ def test_check_follows_calls_that_backward_repeats(name):
 
 def test_a_sequence_around_a_known_model_is_looked_into():
     model = torch.nn.Sequential(torch.nn.Identity(), torchvision_convnext().features, torch.nn.Tanh())
-    torchsbp.apply(model, keep_ratio=0.5)
+    torchsbp.apply(model, config=GRID)
     model(torch.randn(1, 3, 64, 96))
     assert list(torchsbp.kept(model)) == [f"1.{name}" for name in ("1.0", "2", "3.0", "4", "5.0")]
 
@@ -291,7 +291,7 @@ def test_the_wrapper_on_the_page_is_described_as_it_says(monkeypatch):
     names: dict = {"__name__": "page"}
     for code in re.findall(r"```python\n(.*?)```", page, re.S):
         exec(code, names)
-    model = torchsbp.apply(names["Pyramid"](), keep_ratio=0.5)
+    model = torchsbp.apply(names["Pyramid"](), config=GRID)
     model(torch.randn(2, 3, 64, 96))
     assert list(torchsbp.kept(model)) == [f"levels.{name}" for name in LEVELS]
     assert len(pickle.dumps(model.bottom.sbp.layout)) < 200  # by name

@@ -144,6 +144,6 @@ def test_parts_name_the_shortcut_what_is_last_and_a_norm_over_positions(scale, c
 
 def test_a_list_is_gated_at_its_last_member():
     chain, x = nn.ModuleList([nn.Identity(), nn.Linear(1, 3, bias=False)]), torch.ones(1, 2, 1, requires_grad=True)
-    install_gate(chain, Gate(torch.tensor([[1]]), (1, 2), 0), SimpleNamespace(), SBPConfig())
+    install_gate(chain, Gate(torch.tensor([[1]]), (1, 2), 0), SimpleNamespace(), SBPConfig(scale="none"))
     chain[1](chain[0](x)).sum().backward()
     assert x.grad.flatten().tolist() == [0, chain[1].weight.sum().item()]

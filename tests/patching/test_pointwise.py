@@ -15,6 +15,7 @@ from torchsbp.patching.site import Site
 from ..counting import SavedBytes, counting_backend
 from ..models import HYBRIDS, POINTWISE, images
 from ..steps import (
+    GRID,
     assert_gradients,
     check_compiled,
     check_copies,
@@ -44,7 +45,7 @@ def test_default_blocks_are_the_early_stages():
 
 
 def test_locations_agree_across_stages_whose_first_block_shrinks():
-    model = torchsbp.apply(MODELS["maxvit tf"].model(), keep_ratio=0.5)
+    model = torchsbp.apply(MODELS["maxvit tf"].model(), config=GRID)
     step(model, images(1))
     kept = torchsbp.kept(model)
     maps = {}
@@ -60,7 +61,7 @@ def test_locations_agree_across_stages_whose_first_block_shrinks():
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("name, block, exact", [("coatnet", 0, "shortcut"), ("convnext v2", 2, "conv_dw")])
 def test_scale_weight_is_the_inverse_ratio_inside_the_branches(name, block, exact, recompute):
-    options = {"keep_ratio": 0.25, "blocks": [block], "recompute": recompute}
+    options = {"config": GRID, "keep_ratio": 0.25, "blocks": [block], "recompute": recompute}
     model = torchsbp.apply(MODELS[name].model(), **options)
     scaled = torchsbp.apply(MODELS[name].model(), scale="weight", **options)
     (_, a), (_, b) = step(model, images(2)), step(scaled, images(2))
@@ -90,7 +91,7 @@ def test_autocast_gradients_are_as_close_as_plain_ones(name, recompute):
 
 
 def saved(name: str, depth: int, blocks: list[str]) -> int:
-    model = torchsbp.apply(MODELS[name].model(depths=(1, 1, depth, 1)), keep_ratio=0.5, blocks=blocks)
+    model = torchsbp.apply(MODELS[name].model(depths=(1, 1, depth, 1)), config=GRID, blocks=blocks)
     x = images(2)
     with SavedBytes(model, x) as count:
         model(x)

@@ -17,6 +17,7 @@ from torchsbp.patching.check import install_gates
 from ..counting import PRODUCTS, SavedBytes, counting_backend
 from ..models import TOKENS
 from ..steps import (
+    GRID,
     assert_gradients,
     check_compiled,
     check_copies,
@@ -45,7 +46,7 @@ def test_a_mixer_that_nobody_described_runs_on_all_rows_to_the_same_gradients(na
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_scale_weight_is_the_inverse_ratio(recompute):
-    options = {"keep_ratio": 0.25, "blocks": [1], "recompute": recompute}
+    options = {"config": GRID, "keep_ratio": 0.25, "blocks": [1], "recompute": recompute}
     model = torchsbp.apply(TOKENS["eva02, own norm"].model(class_token=False), **options)
     scaled = torchsbp.apply(TOKENS["eva02, own norm"].model(class_token=False), scale="weight", **options)
     x = TOKENS["eva02, own norm"].images()

@@ -16,7 +16,16 @@ from torchsbp.patching.site import Site
 from ..counting import PRODUCTS, SavedBytes, counting_backend
 from ..models import WINDOWS
 from ..oracle import check_definition
-from ..steps import assert_gradients, check_compiled, check_copies, check_left_as_it_was, distance, gradients_of, step
+from ..steps import (
+    GRID,
+    assert_gradients,
+    check_compiled,
+    check_copies,
+    check_left_as_it_was,
+    distance,
+    gradients_of,
+    step,
+)
 
 SMALL = [
     "swin", "swin v2, own norm", "swin CR, padded, norms", "torchvision swin v2, padded", "video swin, padded",
@@ -36,7 +45,7 @@ def test_kept_positions_are_equally_many_in_every_window():
 
 def test_masks_of_stages_and_shifts_are_one_mask():
     """Windows of 4×4 are whole cells of the last stage's grid, so no position is marginal."""
-    model = torchsbp.apply(WINDOWS["swin"].model(), keep_ratio=0.5)
+    model = torchsbp.apply(WINDOWS["swin"].model(), config=GRID)
     for _ in range(3):
         model(WINDOWS["swin"].images())
         fine, shifted, coarse, _ = (
@@ -124,8 +133,8 @@ def test_a_recomputed_block_saves_its_input_and_kept_rows_of_attention(name):
     are saved, and there is the scale of cosines, and a bias of queries, keys and values that is put together."""
     family, rows = WINDOWS[name], 2 * 256
     for blocks, ratio in (([0, 1], 1), ([0, 1, 2, 3], 0.5)):
-        short = torchsbp.apply(family.model(depths=(2, 2)), keep_ratio=0.5, blocks=[0, 1])
-        long = torchsbp.apply(family.model(depths=(4, 2)), keep_ratio=0.5, blocks=blocks)
+        short = torchsbp.apply(family.model(depths=(2, 2)), config=GRID, blocks=[0, 1])
+        long = torchsbp.apply(family.model(depths=(4, 2)), config=GRID, blocks=blocks)
         attention = int(ratio * rows) * (12 + 2) + 2 * 16 * 16
         network = 7 * 7 * (512 + 2) + 2 + 3 * 12 if "v2" in name else 0
         more = (saved(long, family.images()) - saved(short, family.images())) // 8

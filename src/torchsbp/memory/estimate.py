@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from ..adapters.blocks import blocks_of
-from ..config import SBPConfig, one_of
+from ..config import SBPConfig, differing, one_of
 from ..errors import UsageError, UsageTypeError, expect, shown
 from ..ops.device import HALF
 from ..patching.apply import apply, remove
@@ -179,16 +179,15 @@ def describe(config: Config, model: nn.Module | None = None) -> str:
         return "patched as it is" if patched else "full"
     share = {1.0: "recomputed", 0.0: "saved"}.get(config.recompute, f"{config.recompute:.0%} recomputed")
     if config.keep_ratio == 1:
-        return ", ".join(["exact lean", share, *differing(config, "keep_ratio", "recompute")])
+        return ", ".join(["exact lean", share, *others(config, "keep_ratio", "recompute")])
     blocks = "" if config.blocks is None else ", all blocks" if config.blocks == 1 else f", blocks {config.blocks}"
-    others = differing(config, "keep_ratio", "recompute", "attention", "blocks")
-    return ", ".join([f"sbp {config.attention} r={config.keep_ratio}{blocks}", share, *others])
+    more = others(config, "keep_ratio", "recompute", "attention", "blocks")
+    return ", ".join([f"sbp {config.attention} r={config.keep_ratio}{blocks}", share, *more])
 
 
-def differing(config: SBPConfig, *told: str) -> list[str]:
+def others(config: SBPConfig, *told: str) -> list[str]:
     """The fields that are not as by default, as "name=value", but for those that are told otherwise."""
-    others = [its for its in fields(config) if its.name not in told]
-    values = {its.name: getattr(config, its.name) for its in others if getattr(config, its.name) != its.default}
+    values = {name: value for name, value in differing(config).items() if name not in told}
     return [f"{name}={getattr(value, '__name__', value)}" for name, value in values.items()]
 
 

@@ -26,7 +26,7 @@ from torch import nn
 
 from ..adapters import find_backbones
 from ..adapters.lean import TransformerBlock
-from ..config import SBPConfig
+from ..config import SBPConfig, differing
 from ..errors import UsageError, expect
 from ..patching.apply import remove
 from ..patching.site import patched_modules
@@ -121,11 +121,7 @@ class Plan:
 
 def options(config: Config) -> dict[str, Any]:
     """The options of ``apply`` that make this configuration."""
-    if not isinstance(config, SBPConfig):
-        return {}
-    default = SBPConfig()
-    changed = {name: getattr(config, name) for name in SBPConfig.__dataclass_fields__}
-    return {name: v for name, v in changed.items() if name == "keep_ratio" or v != getattr(default, name)}
+    return {"keep_ratio": config.keep_ratio} | differing(config) if isinstance(config, SBPConfig) else {}
 
 
 def sbp(**changes: Any) -> Level:

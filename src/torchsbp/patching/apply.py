@@ -34,7 +34,7 @@ def apply(
 ) -> Model:
     """Turn on stochastic backpropagation: in training, sampled blocks get gradients from kept positions only.
 
-    In place; options are the fields of ``SBPConfig`` and change ``config`` (the default preset unless given). Patch
+    In place; options are the fields of ``SBPConfig`` and change ``config`` (the default unless given). Patch
     before ``torch.compile``, DDP or FSDP. Nothing is changed if an error is raised.
     """
     expect_model(model)
@@ -125,7 +125,7 @@ def set_sizes(model: nn.Module, sizes: Sequence[Sequence[int]] | Tensor, padded:
         if entry.config.scale != "none":
             raise UsageError(
                 f'scale="{entry.config.scale}" weighs all images alike, but of a smaller one a larger share is kept; '
-                'use scale="none" with set_sizes'
+                'apply with scale="none", or leave set_sizes out: positions are then drawn from all of the padded size'
             )
         entry.masks.images = Images(sent(given, entry.step(module).device), (height, width))
 

@@ -76,7 +76,7 @@ def gated_twice(name: str, config: SBPConfig) -> Iterator[str]:
     if given:
         yield (
             f"{name}: {' and '.join(given)} can't be combined with sampled down-sampling layers: each of them scales "
-            "or cuts the whole gradient below it again; add exact_downsampling=True"
+            "or cuts the whole gradient below it again; use exact_downsampling=True"
         )
 
 

@@ -133,7 +133,7 @@ def balanced(order: Tensor, counts: Sequence[int], samples: int) -> Tensor:
     With g = gcd(n, k₁, k₂, …) the starts are g·⌊b·(n/g) / samples⌋: every position is among the first k of
     ⌊samples·k/n⌋ samples, or of one more.
     """
-    n = order.shape[1]
+    n = index(order.shape[1])
     g = math.gcd(n, *counts)
     start = range_of(samples, order.device) * (n // g) // samples * g
     return order[:, (start[:, None] + range_of(n, order.device)) % n].flatten(0, 1)

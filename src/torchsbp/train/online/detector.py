@@ -86,15 +86,15 @@ class OnlineDetector(nn.Module):
             )
         if self.config.tokens is not None:
             check_one_ratio(config)
-            tokens = replace(config, keep_ratio=self.config.tokens, sampler="random")
-            torchsbp.apply(self.encoder.body, config=tokens)
+            torchsbp.apply(self.encoder.body, self.config.tokens, config=config, sampler="random")
         else:
             check_frames_alone(config, "set task.encoder.tokens")
         # "grid" is a pattern within frames: over time it would keep all of them.
         sampler = "frames" if config.sampler == "grid" else config.sampler
-        if self.config.kept == "work":
-            sampler = WorkFirst(sampler, self.temporal.window.work)
-        self.sbp = replace(config, sampler=sampler)
+        per_sample = config.per_sample
+        if self.config.kept == "work":  # an order of two parts can't be turned: each clip has its own
+            sampler, per_sample = WorkFirst(sampler, self.temporal.window.work), bool(per_sample)
+        self.sbp = replace(config, sampler=sampler, per_sample=per_sample)
 
     def set_step(self, number: int) -> None:
         self.step = number
