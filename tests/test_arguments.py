@@ -72,7 +72,7 @@ CALLS = {
     "measure, step": (lambda: torchsbp.measure(vit(), 3), r"step=3 can't be called; allowed: a function that runs for"),
     "sampler gives nothing": (
         lambda: vit(sampler=lambda shape, ratios, key: None)(IMAGES),
-        r"sampler must give an int64 order of shape \(1, 4\), .*grid \(2, 2\) .*; it gave None of type NoneType",
+        r"sampler must give an int64 order of shape \(4, 4\), .*grid \(2, 2\) .*; it gave None of type NoneType",
     ),
     "sampler repeats": (lambda: vit(sampler=of_one)(IMAGES), r"each once; it gave some more than once, or others"),
     "sampler of one argument": (

@@ -68,7 +68,7 @@ def test_an_adapter_of_your_own_is_listed(capsys):
             [
                 "timm/convnext_tiny: timm ConvNeXt, timm.models.convnext.ConvNeXt",
                 "  stages.0.blocks.0 … stages.0.blocks.2 (3)  ConvNeXtBlock  lean, sampled",
-                "  stages.1.downsample                        Sequential     lean, sampled",
+                "  stages.1.downsample                        Sequential     lean, exact",
             ],
         ),
         (

@@ -15,7 +15,6 @@ from torch import nn
 import torchsbp
 from torchsbp import SBPConfig
 from torchsbp.memory import simulated
-from torchsbp.memory.estimate import describe
 from torchsbp.memory.saved import Saved
 from torchsbp.ops import graphs
 from torchsbp.ops.device import CPU_DEVICE, device_of
@@ -24,6 +23,7 @@ from torchsbp.ops.layers import BackwardOptions
 
 from ..counting import SavedBytes
 from ..models import LEAN, images
+from ..steps import GRID
 
 MIB = 2**20
 SHAPE = (3, 3, 64, 96)
@@ -72,20 +72,22 @@ def test_saved_bytes_are_those_counted_under_autocast(family, options):
 
 # One H200, torch 2.11, eager, bf16, AdamW, 224², batch 256: max_memory_allocated, MiB.
 MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks/results/memory.json").read_text())["rows"]
-QUARTER = SBPConfig(keep_ratio=0.25)
+QUARTER = replace(GRID, keep_ratio=0.25)  # the default, when it was measured
 
 
 @pytest.mark.parametrize(
-    "model, config",
+    "model, method, config",
     [
-        *(("vit_base_patch16_224", config) for config in ("full", QUARTER, replace(QUARTER, recompute=False))),
-        ("convnext_tiny", "full"),  # sampled, these two were measured when other things were saved
-        ("swin_tiny_patch4_window7_224", "full"),
+        ("vit_base_patch16_224", "full", "full"),
+        ("vit_base_patch16_224", "sbp query r=0.25, recomputed", QUARTER),
+        ("vit_base_patch16_224", "sbp query r=0.25, saved", replace(QUARTER, recompute=False)),
+        ("convnext_tiny", "full", "full"),  # sampled, these two were measured when other things were saved
+        ("swin_tiny_patch4_window7_224", "full", "full"),
     ],
     ids=str,
 )
-def test_predicted_as_measured_on_a_gpu(model, config):
-    (row,) = (r for r in MEASURED if (r["part"], r["model"], r["method"]) == ("peak", model, describe(config)))
+def test_predicted_as_measured_on_a_gpu(model, method, config):
+    (row,) = (r for r in MEASURED if (r["part"], r["model"], r["method"]) == ("peak", model, method))
     order = channels_last if "convnext" in model else nn.Identity()
     predicted = torchsbp.estimate(lambda: order(timm.create_model(model)), (row["batch"], 3, 224, 224), config)
     assert predicted.peak == pytest.approx(row["peak MiB"] * MIB, rel=0.03)
@@ -286,7 +288,13 @@ def test_the_formulas_of_a_transformer_block(name, no_graphs):
     config = rule if rule in ("full", "checkpoint") else SBPConfig(**options)
     found = torchsbp.estimate(lambda: timm.create_model("vit_tiny_patch16_224", depth=4), (batch, 3, 224, 224), config)
     once = 24 * sizes["C"] ** 2 + 16 if name == "full" else 0  # weights in bf16, a seed
-    assert found.saved["blocks.3"] == batch * FORMULAS[name](**sizes) + once
+    indices = rows_and_inverse(sizes["N"], sizes["k"]) if rule in ("query", "qkv") else 0
+    assert found.saved["blocks.3"] == batch * (FORMULAS[name](**sizes) + indices) + once
+
+
+def rows_and_inverse(N: int, k: int) -> int:
+    """What the mask of a block takes."""
+    return 8 * k + 4 * N
 
 
 @pytest.mark.parametrize("name", ["full", "sbp", "sbp, saved"])
@@ -296,8 +304,8 @@ def test_the_formulas_of_a_convnext_block(name):
     pointwise, depthwise = 4 * C * F, 2 * 49 * C
     formula, weights = {
         "full": (10 * N * C + 8 * N + 4 * N * F, pointwise + depthwise),
-        "sbp": (2 * N * C + 2 * k * C, depthwise),
-        "sbp, saved": (2 * N * C + 2 * k * C + 2 * k * F, depthwise),
+        "sbp": (2 * N * C + 2 * k * C + rows_and_inverse(N, k), depthwise),
+        "sbp, saved": (2 * N * C + 2 * k * C + 2 * k * F + rows_and_inverse(N, k), depthwise),
     }[name]
     config = "full" if name == "full" else SBPConfig(keep_ratio=0.25, recompute="saved" not in name)
     found = torchsbp.estimate(lambda: channels_last(timm.create_model("convnext_tiny")), (batch, 3, 224, 224), config)

@@ -40,16 +40,16 @@ def test_saved_bytes_of_the_default_preset(name, batch, bound):
 
 
 def test_saved_bytes_of_a_vit_block_by_formula():
-    """Per block: x in bf16 (all rows), attention output in bf16 and log-sum-exp in float32 (kept rows)."""
+    """Per block: x in bf16 (all rows), attention output in bf16, log-sum-exp in float32 and an index (kept rows)."""
     batch, n, c, heads = 64, 197, 768, 12
     fewer = saved_bytes("vit_base_patch16_224", batch, keep_ratio=0.25)
     more = saved_bytes("vit_base_patch16_224", batch, keep_ratio=0.75)
     per_row = 2 * c + 4 * heads
     blocks, rows, index = 8, batch * (147 - 49), 8
-    assert more - fewer == rows * (blocks * per_row + index)
+    assert more - fewer == blocks * rows * (per_row + index)
     exact = saved_bytes("vit_base_patch16_224", batch, keep_ratio=1.0)
     block = batch * n * (2 * c + per_row)
-    assert exact - fewer == 8 * batch * (n - 50) * per_row - batch * 50 * index
+    assert exact - fewer == blocks * batch * ((n - 50) * per_row - 50 * index)
     assert 12 * block < exact < 12 * block + 2**26
 
 

@@ -1,7 +1,7 @@
 """Plans: sizes, the order of preference, the choice, the largest batch, what does not fit."""
 
 import importlib
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +14,10 @@ from torch import nn
 
 import torchsbp
 from torchsbp import SBPConfig
+from torchsbp.config import PRESETS
 from torchsbp.errors import UsageError
 from torchsbp.memory.estimate import describe
-from torchsbp.memory.plan import Candidate, DoesNotFitError, largest_batch, largest_within, levels
+from torchsbp.memory.plan import Candidate, DoesNotFitError, largest_batch, largest_within, levels, options
 from torchsbp.memory.sizes import mib, parse_size
 from torchsbp.ops import graphs
 
@@ -80,8 +81,8 @@ def test_the_order_of_preference():
 
 
 CHANGED = {
-    "keep_ratio": 0.25, "sampler": "random", "attention": "qkv", "blocks": [1, 2], "scope": "block",
-    "per_sample": True, "per_block": True, "exact_downsampling": True, "scale": "weight", "recompute": 0.5, "seed": 7,
+    "keep_ratio": 0.25, "sampler": "grid", "attention": "qkv", "blocks": [1, 2], "scope": "block",
+    "per_sample": True, "per_block": False, "exact_downsampling": False, "scale": "weight", "recompute": 0.5, "seed": 7,
     "capture": False,
 }  # fmt: skip
 
@@ -89,10 +90,21 @@ CHANGED = {
 @pytest.mark.parametrize("field", [field.name for field in fields(SBPConfig)])
 @pytest.mark.parametrize("ratio", [0.5, 1.0])
 def test_a_described_configuration_hides_nothing_that_differs(field, ratio):
-    plain, value = SBPConfig(keep_ratio=ratio), CHANGED[field]
-    text = describe(replace(plain, **{field: value}))
-    assert text != describe(plain)
+    value = CHANGED[field]
+    text = describe(SBPConfig(**{"keep_ratio": ratio} | {field: value}))
+    assert text != describe(SBPConfig(keep_ratio=ratio))
     assert (f"{value:.0%}" if field == "recompute" else str(value)) in text
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"scope": "block"}, {"attention": "head"}, {"scale": "none", "per_block": False}, PRESETS["paper"]],
+    ids=str,
+)
+def test_the_options_of_a_plan_make_its_configuration(given):
+    config = SBPConfig(**given)
+    assert SBPConfig(**options(config)) == config
+    assert options(config).keys() <= {"keep_ratio", *given}
 
 
 def test_a_sampler_of_your_own_is_described_by_its_name():

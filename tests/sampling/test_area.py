@@ -9,6 +9,7 @@ import torchsbp
 from torchsbp.sampling import area
 
 from ..adapters.wrappers import WRAPPERS
+from ..steps import GRID
 
 PADDED = (64, 96)
 SIZES = [(64, 96), (40, 96), (64, 50), (33, 65)]
@@ -54,8 +55,8 @@ def test_frames_are_padded_in_height_and_width_alone():
     ],
 )
 def test_kept_rows_lie_in_the_images_and_are_equally_many(options):
-    model = torchsbp.apply(backbone(), **{"keep_ratio": 0.5, **options})
-    plain = torchsbp.apply(backbone(), **{"keep_ratio": 0.5, **options})
+    model = torchsbp.apply(backbone(), config=GRID, **options)
+    plain = torchsbp.apply(backbone(), config=GRID, **options)
     plain(images())
     for _ in range(3):
         torchsbp.set_sizes(model, SIZES, PADDED)
@@ -69,7 +70,7 @@ def test_kept_rows_lie_in_the_images_and_are_equally_many(options):
 
 
 def test_an_image_that_fills_the_batch_keeps_what_it_would_without_sizes():
-    model, plain = (torchsbp.apply(backbone(), keep_ratio=0.5) for _ in range(2))
+    model, plain = (torchsbp.apply(backbone(), config=GRID) for _ in range(2))
     torchsbp.set_sizes(model, [PADDED] * 2, PADDED)
     model(images(2))
     plain(images(2))
@@ -78,7 +79,7 @@ def test_an_image_that_fills_the_batch_keeps_what_it_would_without_sizes():
 
 
 def test_sizes_count_for_one_forward():
-    model = torchsbp.apply(backbone(), keep_ratio=0.5)
+    model = torchsbp.apply(backbone(), config=GRID)
     torchsbp.set_sizes(model, [(64, 60)] * 2, PADDED)
     last = []
     for _ in range(2):
@@ -88,7 +89,7 @@ def test_sizes_count_for_one_forward():
 
 
 def test_all_of_an_image_is_visited():
-    model = torchsbp.apply(backbone(), keep_ratio=0.25)
+    model = torchsbp.apply(backbone(), 0.25, config=GRID)
     seen: set[int] = set()
     for _ in range(64):
         torchsbp.set_sizes(model, [(48, 64)], PADDED)
@@ -99,7 +100,7 @@ def test_all_of_an_image_is_visited():
 
 @pytest.mark.parametrize("name", ["timm convnext", "timm swin padded", "timm vit", "torchvision convnext layers"])
 def test_gradients_are_those_of_the_gated_twin(name):
-    model = torchsbp.apply(backbone(name), keep_ratio=0.5)
+    model = torchsbp.apply(backbone(name), config=GRID)
     x = WRAPPERS[name].images(2)
     height, width = x.shape[-2:]
     torchsbp.set_sizes(model, [(height, width // 2), (height - 9, width)], (height, width))
@@ -108,7 +109,7 @@ def test_gradients_are_those_of_the_gated_twin(name):
 
 
 def test_padding_is_last_in_windows():
-    model = torchsbp.apply(backbone("timm swin padded"), keep_ratio=0.5)
+    model = torchsbp.apply(backbone("timm swin padded"), config=GRID)
     torchsbp.set_sizes(model, [(36, 24)], (36, 52))
     model(WRAPPERS["timm swin padded"].images(1))
     kept = torchsbp.kept(model)["body.layers_0.blocks.0"][0]  # windows of 5 × 5 in a grid of 9 × 13
@@ -127,15 +128,22 @@ def test_sizes_that_are_none_are_refused(sizes):
         torchsbp.set_sizes(model, sizes, PADDED)
 
 
-@pytest.mark.parametrize("scale", ["weight", "rows"])
-def test_weights_that_do_not_know_of_sizes_are_refused(scale):
-    model = torchsbp.apply(backbone(), keep_ratio=0.5, scale=scale, exact_downsampling=True)
-    with pytest.raises(ValueError, match='use scale="none" with set_sizes'):
+@pytest.mark.parametrize("options", [{}, {"scale": "weight"}], ids=str)
+def test_weights_that_do_not_know_of_sizes_are_refused(options):
+    model = torchsbp.apply(backbone(), **options)
+    with pytest.raises(ValueError, match='apply with scale="none", or leave set_sizes out'):
         torchsbp.set_sizes(model, [PADDED], PADDED)
 
 
+@pytest.mark.parametrize("options", [{"keep_ratio": 1.0}, {"scale": "none"}], ids=str)
+def test_without_weights_they_are_not(options):
+    model = torchsbp.apply(backbone(), **options)
+    torchsbp.set_sizes(model, SIZES, PADDED)
+    assert torchsbp.check(model, images()).passed
+
+
 def test_as_many_sizes_as_images():
-    model = torchsbp.apply(backbone(), keep_ratio=0.5)
+    model = torchsbp.apply(backbone(), config=GRID)
     torchsbp.set_sizes(model, [PADDED], PADDED)
     with pytest.raises(ValueError, match="told of 1 images, the model was given 2"):
         model(images(2))
@@ -143,7 +151,7 @@ def test_as_many_sizes_as_images():
 
 
 def test_another_size_of_images_compiles_nothing_anew():
-    model = torchsbp.apply(timm.create_model("convnext_atto", features_only=True), keep_ratio=0.5).train()
+    model = torchsbp.apply(timm.create_model("convnext_atto", features_only=True), config=GRID).train()
     counted: list[object] = []
 
     def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:

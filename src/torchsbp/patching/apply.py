@@ -122,7 +122,7 @@ def set_sizes(model: nn.Module, sizes: Sequence[Sequence[int]] | Tensor, padded:
             f"those of the batch, {(height, width)}"
         )
     for entry, module in found:
-        if entry.config.scale != "none":
+        if entry.config.scale != "none" and entry.config.keep_ratio != 1:
             raise UsageError(
                 f'scale="{entry.config.scale}" weighs all images alike, but of a smaller one a larger share is kept; '
                 'apply with scale="none", or leave set_sizes out: positions are then drawn from all of the padded size'
