@@ -105,7 +105,8 @@ def test_boxes_alone(tmp_path):
 def test_kept_positions_lie_in_the_images(tmp_path, buckets, filled):
     """Of every sampled block. Of an image that fills less of the padded size than the kept share, all of them are kept,
     and the rest is padding: every image of a batch keeps as many."""
-    options = [recipe(tmp_path, batch=2), f"--task.data.buckets={buckets}", "--sbp.keep_ratio=0.5"]
+    sbp = {"preset": "paper", "attention": "query"}
+    options = [recipe(tmp_path, batch=2, sbp=sbp), f"--task.data.buckets={buckets}", "--sbp.keep_ratio=0.5"]
     trainer = Trainer(parse("train", options), Processes(torch.device("cpu")))
     trainer.model.train()
     batch = trainer.task.prepare(next(trainer.batches()), training=True)

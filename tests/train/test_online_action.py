@@ -33,7 +33,7 @@ SMALL = [
     "--task.temporal.width=16", "--task.temporal.feedforward=16", "--task.window.long=8", "--task.window.work=8",
     "--epochs=2", "--batch=4", "--log.progress=false", "--log.every_steps=2", "--checkpoint.every_steps=1",
 ]  # fmt: skip
-FULL = ["--sbp.preset=none", "--sbp.keep_ratio=null", "--sbp.per_sample=null"]
+FULL = ["--sbp.preset=none", "--sbp.keep_ratio=null", "--sbp.sampler=null", "--sbp.per_sample=null"]
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import torchsbp
 from torchsbp.errors import CheckpointError, UsageError
 from torchsbp.train.detection.backbone import Backbone, body
 
+from ...steps import GRID
 from ..runs import run
 from .detectors import TINY
 
@@ -34,7 +35,7 @@ def test_maps_have_strides_4_to_64(name):
 
 @pytest.mark.parametrize("name", [name for name in BACKBONES if name != "resnet18"])
 def test_sbp_finds_them(name):
-    backbone = torchsbp.apply(Backbone(body(name, BACKBONES[name], False, None, 32), 8).train(), keep_ratio=0.5)
+    backbone = torchsbp.apply(Backbone(body(name, BACKBONES[name], False, None, 32), 8).train(), config=GRID)
     torchsbp.set_sizes(backbone, [(64, 96), (40, 50)], (64, 96))
     found = torchsbp.check(backbone, torch.randn(2, 3, 64, 96))
     assert found.passed, found

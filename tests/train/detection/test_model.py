@@ -7,12 +7,13 @@ import torchsbp
 from torchsbp.errors import UsageError
 from torchsbp.train.detection.model import compile_backbone, parameter_groups
 
+from ...steps import GRID
 from .detectors import PADDED, SIZES, detector, images, objects
 
 
 @pytest.mark.parametrize("kind, sparse", [("mask_rcnn", False), ("mask_rcnn", True), ("cascade", True)])
 def test_gradients_through_the_whole_detector_are_the_oracles(kind, sparse):
-    model = torchsbp.apply(detector(kind, sparse), keep_ratio=0.5)
+    model = torchsbp.apply(detector(kind, sparse), config=GRID)
     torchsbp.set_sizes(model, SIZES, PADDED)
     found = torchsbp.check(model, images(), SIZES, objects())
     assert found.passed, found
@@ -72,7 +73,7 @@ def test_layer_decay_needs_to_know_the_backbone():
 
 
 def test_a_compiled_backbone_is_compiled_once_for_each_size():
-    model = torchsbp.apply(detector().float(), keep_ratio=0.5)
+    model = torchsbp.apply(detector().float(), config=GRID)
     before = torch._dynamo.config.recompile_limit
     try:
         compile_backbone(model, shapes=8)

@@ -28,7 +28,7 @@ def gradients(model: OnlineDetector, clip: Tensor) -> dict[str, Tensor]:
 
 def sampled(ratio: float, step: int = 0, **config) -> OnlineDetector:
     model = detector(WINDOW, **config)
-    model.apply_sbp(SBPConfig(keep_ratio=ratio, seed=3))
+    model.apply_sbp(SBPConfig(keep_ratio=ratio, sampler="frames", per_sample=False, seed=3))
     model.set_step(step)
     return model
 
@@ -113,6 +113,17 @@ def test_frames_of_the_work_memory_first(ratio, kept):
     """Two of its four; all of them and one of the long memory."""
     clip = video(1, 10)
     assert {tuple(kept_frames(sampled(ratio, step, kept="work"), clip).tolist()) for step in range(60)} == kept
+
+
+def test_by_default_each_clip_keeps_frames_of_its_own():
+    """Also where those of the work memory come first: their order is none that could be balanced."""
+    window, work = detector(WINDOW), detector(WINDOW, kept="work")
+    for model in (window, work):
+        model.apply_sbp(SBPConfig(keep_ratio=0.2))
+    assert (window.sbp.sampler, window.sbp.per_sample) == ("random", "balanced")
+    assert (work.sbp.sampler, work.sbp.per_sample) == (WorkFirst("random", 4), True)
+    assert len(kept_frames(window, video(5, 10))) == 10
+    assert kept_frames(work, video(20, 10)).tolist() == [6, 7, 8, 9]
 
 
 def test_frames_of_the_work_memory_of_each_clip():

@@ -1,10 +1,12 @@
 """Recipes of video: the published values, and a step of their training."""
 
+from dataclasses import replace
+
 import pytest
 
-import torchsbp
 from torchsbp.cli.recipe import RECIPES, parse, recipes
 
+from ...steps import GRID
 from ..runs import lines, train
 from ..test_recipes import SMALL
 from .runs import SWIN, listed
@@ -37,7 +39,7 @@ def test_kinetics_is_set_as_published(name):
     assert all(config.accumulate(processes) for processes in (1, 2, 4, 8))
     assert top1 in (RECIPES / f"{name}.yaml").read_text()
     ratio = {"sbp2": 0.5, "sbp4": 0.25, "sbp8": 0.125}.get(name.split("_")[-1])
-    wanted = None if ratio is None else torchsbp.SBPConfig(keep_ratio=ratio, sampler="frames", scope="block")
+    wanted = None if ratio is None else replace(GRID, keep_ratio=ratio, sampler="frames", scope="block")
     assert config.sbp.build(0, 10) == wanted
 
 
