@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ class Entry(Strategy):
         trains = any(sampled.module.training for sampled in self.sampled) and not recomputing()
         if trains and not torch.compiler.is_compiling() and 0 in x.shape[:1]:  # compiled, that would be a guard
             raise UsageError(f"the batch is empty (input of shape {tuple(x.shape)}): nothing to sample; skip it")
+        for size in x.shape[1:] if trains else ():
+            index(size)  # a constant under `torch.compile`: masks follow the grid, and so do all shapes behind it
         self.given = x
         try:
             y = embed(module, x, *args, held=self.is_held(x), **kwargs)
