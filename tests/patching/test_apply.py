@@ -129,12 +129,6 @@ def test_the_exact_preset_has_the_gradients_of_full_backpropagation_and_saves_le
     assert lean.saved_bytes < 0.6 * full.saved_bytes
 
 
-def test_presets():
-    assert SBPConfig.preset("exact") == SBPConfig(keep_ratio=1.0)
-    assert SBPConfig.preset("paper").attention == "qkv"
-    assert SBPConfig.preset("default", keep_ratio=0.25) == SBPConfig(keep_ratio=0.25)
-
-
 def test_frozen_parts_get_no_gradient_and_the_rest_keeps_its_own(family):
     model = torchsbp.apply(family.model(), keep_ratio=0.5)
     _, everything = step(model, images())

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,14 +15,15 @@ from torchsbp.patching.site import patched_modules
 
 from ..models import MODELS
 from ..oracle import check_definition
-from ..steps import step
+from ..steps import GRID, step
 
 RATIOS = (1.0, 0.5, 0.25)
-BLOCK, SAVED = {"scope": "block"}, {"recompute": False}
-RANDOM = {"per_sample": True, "sampler": "random"}
-BALANCED = {"per_sample": "balanced", "exact_downsampling": True, "scale": "rows"}
-ROWS = {"scale": "rows", "keep_ratio": 0.25, "per_block": True, "exact_downsampling": True}
-DEPTH = {"blocks": 1.0, "keep_ratio": (0.25, 0.75), "recompute": 0.5}
+SHARED = {"sampler": "grid", "per_sample": False, "exact_downsampling": False}  # one mask for all
+BLOCK, SAVED = SHARED | {"scope": "block"}, {"recompute": False}
+RANDOM = {"per_sample": True, "sampler": "random", "exact_downsampling": False}
+BALANCED = {"per_block": False}
+ROWS = {"keep_ratio": 0.25, "sampler": "grid"}
+DEPTH = SHARED | {"blocks": 1.0, "keep_ratio": (0.25, 0.75), "recompute": 0.5}
 OPTIONS = {
     "lean": (BLOCK, SAVED, SAVED | BLOCK, RANDOM, BALANCED, ROWS | SAVED, DEPTH),
     "tokens": (BLOCK, SAVED, SAVED | BLOCK, RANDOM, ROWS, ROWS | SAVED, DEPTH),
@@ -61,7 +63,7 @@ def test_options_with_stochastic_depth(name, options):
 )
 def test_odd_sizes(name, size):
     model = MODELS[name].model(**{"img_size": size} if name.startswith("coat") else {})
-    check_definition(model, SBPConfig(keep_ratio=0.5, blocks=1.0), MODELS[name].images(size=size))
+    check_definition(model, replace(GRID, blocks=1.0), MODELS[name].images(size=size))
 
 
 @pytest.mark.parametrize("name", MODELS)
