@@ -15,7 +15,7 @@ import torchsbp
 from .models import LEAN, MODELS, images, tiny_vit
 from .oracle import check_step
 from .patching.test_compose import spawn
-from .steps import assert_gradients, distance, entry_of, gradients_of, loss_of, step
+from .steps import GRID, assert_gradients, distance, entry_of, gradients_of, loss_of, step
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -116,13 +116,13 @@ def test_a_whole_step_as_a_cuda_graph(name):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"per_sample": True, "sampler": "random"}, {"per_block": True, "exact_downsampling": True}],
+    [{}, {"per_sample": True, "per_block": False}, {"config": GRID}],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["vit", "convnext", "swin"])
 def test_masks_are_drawn_as_one_launch(name, options, padded):
     """From the second forward on a graph draws them: the same masks, also while an earlier backward has not come."""
-    _, model, x = pair(name, keep_ratio=0.5, **options)
+    _, model, x = pair(name, keep_ratio=0.5, scale="none", **options)
     height, width = x.shape[-2:]
     plain = copy.deepcopy(model)
     captures = entry_of(model).sbp.masks.captures
@@ -150,7 +150,7 @@ def test_masks_are_drawn_as_one_launch(name, options, padded):
 @pytest.mark.parametrize("name", ["vit", "convnext", "swin"])
 def test_a_step_waits_for_nothing(name):
     """Nor do sizes on their way to the GPU: the CPU goes on, and the GPU finds its next step at hand."""
-    _, model, x = pair(name, keep_ratio=0.5)
+    _, model, x = pair(name, keep_ratio=0.5, scale="none")
     height, width = x.shape[-2:]
     for mode in ("default", "default", "default", "error"):
         torch.cuda.set_sync_debug_mode(mode)
