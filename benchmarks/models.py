@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 VIT = ("full", "checkpoint", "sbp query r=0.25", "sbp query r=0.25, saved")
-CONVNEXT = ("full", "checkpoint", "sbp query r=0.5", "sbp query r=0.5, saved")
+OWN = ("exact, lean (r=1)", "own rows r=0.5", "own rows r=0.25")
+CONVNEXT = ("full", "checkpoint", "sbp query r=0.5", "sbp query r=0.5, saved", *OWN)
 RATIOS = ("full", "sbp query r=0.5", "sbp query r=0.25")
 VIDEO = ("full", "checkpoint", "exact, lean (r=1)", *(f"sbp frames r={ratio}" for ratio in (0.5, 0.25, 0.125)))
 BOTH, ALL = ("eager", "compiled"), ("eager", "compiled", "graphs")
-SMALL = ("full", "sbp query r=0.25", "sbp query r=0.25, per sample")
+SMALL = ("full", "sbp query r=0.25", "sbp query r=0.25, per sample", "own rows r=0.25")
 TINY_SWIN = {"embed_dim": 24, "depths": [1, 1, 2, 1], "num_heads": [1, 2, 2, 4], "window_size": [2, 4, 4]}
 
 

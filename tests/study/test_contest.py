@@ -1,5 +1,8 @@
 """The contest end to end at toy size, and its tables."""
 
+import fcntl
+from threading import Thread
+
 import numpy as np
 import pytest
 
@@ -210,3 +213,19 @@ def test_speed_is_relative_to_full_backpropagation():
     assert "| vit | rows 0.5 | 80.00 | 8.00 | 1.25× | 0.25× |" in speed.table(rows_by_hand())
     alone = [row for row in rows_by_hand() if row["arm"] != "full"]
     assert "| vit | rows 0.5 | 80.00 | 8.00 | – | – |" in speed.table(alone)
+
+
+def test_nobody_is_timed_while_another_gets_ready(tmp_path):
+    order = []
+
+    def timed():
+        with speed.held(tmp_path, fcntl.LOCK_EX):
+            order.append("timed")
+
+    with speed.held(tmp_path, fcntl.LOCK_SH), speed.held(tmp_path, fcntl.LOCK_SH):
+        thread = Thread(target=timed)
+        thread.start()
+        thread.join(0.1)
+        order.append("ready")
+    thread.join()
+    assert order == ["ready", "timed"]

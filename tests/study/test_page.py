@@ -14,7 +14,8 @@ NAMES = sorted(path.stem for path in RECORDED.glob("*.jsonl"))
 
 
 @pytest.mark.parametrize(
-    "folder, name", [*((".", name) for name in NAMES), ("chosen", "gradients"), ("video", "similarity")]
+    "folder, name",
+    [*((".", name) for name in NAMES), ("chosen", "gradients"), ("video", "similarity"), ("cifar10", "contest")],
 )
 def test_tables_and_figures_are_those_of_the_results(folder, name):
     rows = results.read(RECORDED / folder)

@@ -138,7 +138,7 @@ def test_the_calls_for_a_gpu_name_arms():
 
 def test_larger_images_have_larger_patches():
     vit, convnext, swin = (build(name, "toy", 128, 10, drop_path_rate=0.0) for name in ("vit", "convnext", "swin"))
-    assert (vit.patch_embed.num_patches, convnext.stem[3].stride, swin.patch_embed.grid_size) == (256, (4, 4), (16, 16))
+    assert (vit.patch_embed.num_patches, convnext.stem[3].stride, swin.patch_embed.grid_size) == (256, (4, 4), (32, 32))
 
 
 def test_the_first_images_alone(data):
@@ -146,8 +146,8 @@ def test_the_first_images_alone(data):
     assert (len(loaded.x_train), len(loaded.y_train), len(loaded.x_test)) == (40, 40, 8)
 
 
-def test_models_have_about_five_million_parameters():
+def test_models_have_five_to_seven_million_parameters():
     sizes = {
         name: sum(p.numel() for p in build(name, "full", 32, 10, drop_path_rate=0.0).parameters()) for name in MODELS
     }
-    assert all(4.5e6 < sizes[name] < 6e6 for name in ("vit", "convnext", "swin")), sizes
+    assert all(4.5e6 < sizes[name] < 7e6 for name in ("vit", "hybrid", "convnext", "swin")), sizes

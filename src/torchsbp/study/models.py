@@ -1,4 +1,4 @@
-"""Models of about 5 million parameters for images of 32 pixels, smaller ones for a CPU, and toys for tests.
+"""Models of 5 to 7 million parameters for images of 32 pixels, smaller ones for a CPU, and toys for tests.
 
 Larger images have larger patches.
 """
@@ -43,13 +43,14 @@ class Stem(nn.Sequential):
         self.num_features = widths[-1]
 
 
-def behind(stem: Sequence[int]) -> Any:
+def behind(stem: Sequence[int], stride: int) -> Any:
     """Makes the embedding of patches of what a stem makes of the image."""
     from timm.layers import HybridEmbed
 
     def embed(img_size: int, patch_size: int, embed_dim: int, output_fmt: str = "NLC", **unused: Any) -> nn.Module:
+        side = img_size // stride
         return HybridEmbed(
-            Stem(stem, 2), img_size, patch_size // 2, feature_size=(img_size // 2, img_size // 2), feature_ratio=2,
+            Stem(stem, stride), img_size, patch_size // stride, feature_size=(side, side), feature_ratio=stride,
             embed_dim=embed_dim, output_fmt=output_fmt,
         )  # fmt: skip
 
@@ -58,7 +59,7 @@ def behind(stem: Sequence[int]) -> Any:
 
 def hybrid(image: int, classes: int, embed_dim: int, **options: Any) -> nn.Module:
     """A ViT behind a stem."""
-    stem = behind((embed_dim // 8, embed_dim // 4, embed_dim // 2))
+    stem = behind((embed_dim // 8, embed_dim // 4, embed_dim // 2), 2)
     return vit(image, classes, embed_dim=embed_dim, embed_layer=stem, **options)
 
 
@@ -78,12 +79,13 @@ def patched_convnext(image: int, classes: int, patch: int = 2, scale: float = 1e
 
 
 def swin(image: int, classes: int, embed_dim: int, **options: Any) -> nn.Module:
-    """Behind a stem."""
+    """Behind a stem. Stages have the sides of the ConvNeXt's, the third 8 of 32 pixels: of fewer positions a sampled
+    share says little."""
     from timm.models.swin_transformer import SwinTransformer
 
-    stem = behind((embed_dim // 4, embed_dim // 2, embed_dim))
+    stem = behind((embed_dim // 2, embed_dim), 1)
     return SwinTransformer(
-        img_size=image, patch_size=max(2, image // 16), window_size=4, num_classes=classes, embed_dim=embed_dim,
+        img_size=image, patch_size=max(1, image // 32), window_size=4, num_classes=classes, embed_dim=embed_dim,
         embed_layer=stem, **options,
     )  # fmt: skip
 
@@ -124,8 +126,8 @@ MODELS = {
     "swin": Recipe(
         swin, TRANSFORMERS,
         {
-            "full": {"embed_dim": 64, "depths": (2, 2, 6), "num_heads": (2, 4, 8)},
-            "small": {"embed_dim": 32, "depths": (2, 2, 4), "num_heads": (1, 2, 4)},
+            "full": {"embed_dim": 48, "depths": (2, 2, 6, 2), "num_heads": (2, 4, 8, 16)},
+            "small": {"embed_dim": 16, "depths": (2, 2, 4, 2), "num_heads": (1, 2, 4, 8)},
             "toy": {"embed_dim": 8, "depths": (2, 2), "num_heads": (1, 2)},
         },
     ),

@@ -1,6 +1,6 @@
 """Time of a training step and peak memory: the contest's table at equal time rests on them.
 
-Runs are made ready side by side, which takes the CPU long, and timed one after the other.
+Runs are made ready side by side, which takes the CPU long, and timed one after the other while none is made ready.
 """
 
 import fcntl
@@ -18,7 +18,7 @@ from .data import Data
 from .plan import Plan
 from .training import Place, Row, Run, Settings, Training
 
-ROUNDS, STEPS = 8, 5
+ROUNDS, STEPS = 8, 20
 
 
 def jobs(plan: Plan) -> list[Run]:
@@ -26,18 +26,20 @@ def jobs(plan: Plan) -> list[Run]:
 
 
 def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
-    """Milliseconds of a step (in the fastest round of some: others may be getting ready), steps in an epoch, and bytes
-    above those of the data."""
+    """Milliseconds of a step, in the fastest round of some; steps in an epoch; and bytes above those of the data."""
     data = Data.load(place.data, settings.images)
     cuda = data.device.type == "cuda"
     before = torch.cuda.memory_allocated() if cuda else 0
-    training = Training(run, settings, data)
-    training.fill(0, run.epochs)
+    with held(place.out, fcntl.LOCK_SH):
+        training = Training(run, settings, data)
+        training.fill(0, run.epochs)
+        if cuda:
+            torch.cuda.synchronize()
     captured = training.advance != training.step  # the capture was the last that allocated
     if cuda and not captured:
         torch.cuda.reset_peak_memory_stats()
     times = []
-    with alone(place.out):
+    with held(place.out, fcntl.LOCK_EX):
         for _ in range(ROUNDS):
             start = time.perf_counter()
             for _ in range(STEPS):
@@ -52,10 +54,10 @@ def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """While no other process that works for this folder is."""
+def held(folder: Path, lock: int) -> Iterator[None]:
+    """The lock of those that work for this folder: shared by all that get ready, exclusive to one that is timed."""
     with (folder / "speed.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, lock)
         yield
 
 
