@@ -17,7 +17,7 @@ NOT_A_MODEL = r"^model=None is of type NoneType; allowed: a torch.nn.Module"
 
 
 def vit(**options) -> nn.Module:
-    return torchsbp.apply(tiny_vit(img_size=32), **options)
+    return torchsbp.apply(tiny_vit(img_size=32), **{"keep_ratio": 0.5} | options)
 
 
 def of_one(shape, ratios, key):
@@ -66,7 +66,7 @@ CALLS = {
     ),
     "plan, configs": (lambda: torchsbp.plan(vit(), SHAPE, "1GiB", configs=[0.5]), r"config=0.5 is a number; a keep-ra"),
     "plan, no configs": (lambda: torchsbp.plan(vit(), SHAPE, "1GiB", configs=[]), r"configs is empty; allowed: None, "),
-    "plan, one": (lambda: torchsbp.plan(vit(), SHAPE, "1GiB", configs=SBPConfig()), r"configs=SBPConfig\(keep_ratio=0"),
+    "plan, one": (lambda: torchsbp.plan(vit(), SHAPE, "1GiB", configs=SBPConfig()), r"configs=SBPConfig\(keep_ratio=1"),
     "plan, headroom": (lambda: torchsbp.plan(vit(), SHAPE, "1GiB", headroom="x"), r"headroom='x' is not allowed; allo"),
     "measure": (lambda: torchsbp.measure(None, print), NOT_A_MODEL),
     "measure, step": (lambda: torchsbp.measure(vit(), 3), r"step=3 can't be called; allowed: a function that runs for"),

@@ -36,7 +36,7 @@ def test_your_own_vit_is_registered_in_under_twenty_lines(page):
 def test_your_own_vit_gets_the_gradients_of_kept_rows(page, options):
     torch.manual_seed(0)
     plain = page["MyViT"](dim=16, depth=3).double()
-    model = torchsbp.apply(copy.deepcopy(plain), config=SBPConfig(scale="none", **options))
+    model = torchsbp.apply(copy.deepcopy(plain), config=SBPConfig(0.5, scale="none", **options))
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     y, found = step(model, x)
     for name, positions in torchsbp.kept(model).items():

@@ -72,14 +72,14 @@ def test_images_of_other_sizes(name):
     arguments = {} if name.startswith("dinov2") else {"interpolate_pos_encoding": True}
     model = Scores(model_of(name), **arguments)
     for size in ((64, 96), (96, 64), (64, 64)):
-        check_definition(copy.deepcopy(model), SBPConfig(), pixels(size=size))
+        check_definition(copy.deepcopy(model), SBPConfig(0.5), pixels(size=size))
 
 
 def test_masked_image_modeling():
     """Mask tokens take the places of patches: positions stay what they are."""
     model = transformers_model("ViTForMaskedImageModeling", **VIT, encoder_stride=16)
     hidden = torch.arange(16).expand(2, 16) % 3 == 0
-    check_definition(Scores(model, bool_masked_pos=hidden, return_dict=False), SBPConfig(), pixels())
+    check_definition(Scores(model, bool_masked_pos=hidden, return_dict=False), SBPConfig(0.5), pixels())
 
 
 def test_eval_no_grad_and_remove_leave_the_model_as_it_was(family):
@@ -310,7 +310,7 @@ def test_releases_that_are_too_old_are_refused(monkeypatch):
 
 
 def test_calls_that_are_not_plain_are_refused():
-    model = torchsbp.apply(model_of("clip"))
+    model = torchsbp.apply(model_of("clip"), 0.5)
     with pytest.raises(ValueError, match=r"called with extra arguments in training"):
         model.vision_model.encoder(torch.randn(2, 17, 24).double(), attention_mask=torch.zeros(2, 1, 17, 17))
 
@@ -321,7 +321,7 @@ NO_MAPS = r"output_attentions=True is not possible in training \(\w+ is patched.
 @pytest.mark.parametrize("name", ["vit", "clip", "videomae", "swin", "swin v2"])
 def test_attention_maps_are_refused_in_training_and_given_otherwise(name):
     tiny = MODELS[f"transformers {name}"]
-    model = torchsbp.apply(tiny.bare(attn_implementation="eager"))
+    model = torchsbp.apply(tiny.bare(attn_implementation="eager"), 0.5)
     with pytest.raises(UsageError, match=NO_MAPS):
         model(tiny.images(2), output_attentions=True)
     model(tiny.images(2)).logits.sum().backward()
@@ -331,14 +331,14 @@ def test_attention_maps_are_refused_in_training_and_given_otherwise(name):
 
 
 def test_attention_maps_that_the_configuration_asks_for_are_refused_too():
-    model = torchsbp.apply(model_of("vit", attn_implementation="eager"))
+    model = torchsbp.apply(model_of("vit", attn_implementation="eager"), 0.5)
     model.config.output_attentions = True
     with pytest.raises(UsageError, match=NO_MAPS):
         model(pixels())
 
 
 def test_tokens_dropped_in_pretraining_are_refused():
-    model = torchsbp.apply(transformers_model("VideoMAEModel", **VIDEOMAE))
+    model = torchsbp.apply(transformers_model("VideoMAEModel", **VIDEOMAE), 0.5)
     with pytest.raises(ValueError, match=r"was given 2 samples of 16 positions, but .* 2 samples of 32"):
         model(pixels("videomae"), bool_masked_pos=torch.arange(32).expand(2, 32) < 16)
 

@@ -19,7 +19,7 @@ def model() -> torch.nn.Module:
 
 
 def test_one_more_does_not_fit(model):
-    for config in ("full", SBPConfig()):
+    for config in ("full", SBPConfig(0.5)):
         found = largest(model, SHAPE, USABLE, config, "bf16", "adamw")
         assert found.batch > 1
         assert found.predicted == estimate(model, (found.batch, *SHAPE[1:]), config).peak <= USABLE
@@ -60,6 +60,6 @@ def test_a_model_that_is_not_covered_has_two_ways(model):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_batch_that_is_found_fits(model):
     measure = on_gpu(lambda: timm.create_model("test_vit"), SHAPE, "bf16", "adamw")
-    found = largest(model, SHAPE, USABLE, SBPConfig(), "bf16", "adamw", measure)
+    found = largest(model, SHAPE, USABLE, SBPConfig(0.5), "bf16", "adamw", measure)
     assert found.batch > 0
     assert found.measured <= USABLE

@@ -111,7 +111,7 @@ def test_a_sampler_of_your_own_is_described_by_its_name():
     def mine(*_):
         raise NotImplementedError
 
-    assert describe(SBPConfig(sampler=mine, blocks=1)) == "sbp query r=0.5, all blocks, recomputed, sampler=mine"
+    assert describe(SBPConfig(0.5, sampler=mine, blocks=1)) == "sbp query r=0.5, all blocks, recomputed, sampler=mine"
 
 
 def test_the_order_for_models_without_attention_and_without_sbp():

@@ -38,7 +38,7 @@ COTANGENTS = {"constant": lambda y: y.sum(), "not constant": lambda y: y.square(
 def test_a_penalty_on_a_gradient_is_refused(kind, recompute):
     """Of the images, and of every weight in sampled blocks but for a norm that is applied behind them."""
     tiny = MODELS[KINDS[kind]]
-    model = torchsbp.apply(tiny.model(), blocks=1.0, recompute=recompute)
+    model = torchsbp.apply(tiny.model(), 0.5, blocks=1.0, recompute=recompute)
     for loss_of in COTANGENTS.values():
         x = tiny.images().requires_grad_()
         loss = loss_of(model(x))
@@ -60,7 +60,7 @@ def test_the_gate_alone_is_refused_too():
 @pytest.mark.parametrize("loss_of", COTANGENTS.values(), ids=COTANGENTS)
 def test_frames_of_a_patched_encoder_are_refused_too(loss_of):
     tiny = MODELS["eva02, own norm"]
-    encoder = torchsbp.apply(tiny.model(), blocks=1.0, recompute=False)
+    encoder = torchsbp.apply(tiny.model(), 0.5, blocks=1.0, recompute=False)
     video = tiny.images(6).unflatten(0, (2, 3)).requires_grad_()
     loss = loss_of(torchsbp.sbp_frames(encoder, video, step=0))
     (gradient,) = torch.autograd.grad(loss, video, create_graph=True)
@@ -95,7 +95,7 @@ def test_frames_and_positions_of_plain_functions_have_the_second_derivative_of_t
 
 
 def test_gradients_of_a_graph_that_nobody_differentiates_are_the_same():
-    model = torchsbp.apply(timm.create_model("test_vit"), blocks=1.0)
+    model = torchsbp.apply(timm.create_model("test_vit"), 0.5, blocks=1.0)
     images, found = torch.randn(2, 3, 160, 160), []
     for create_graph in (False, True):
         torchsbp.set_step(model, 0)
@@ -105,7 +105,7 @@ def test_gradients_of_a_graph_that_nobody_differentiates_are_the_same():
 
 
 def test_a_penalty_on_what_comes_behind_the_blocks_is_allowed():
-    model = torchsbp.apply(timm.create_model("test_vit"), blocks=1.0)
+    model = torchsbp.apply(timm.create_model("test_vit"), 0.5, blocks=1.0)
     weight: nn.Parameter = model.head.weight
     (gradient,) = torch.autograd.grad(model(torch.randn(2, 3, 160, 160)).square().sum(), weight, create_graph=True)
     gradient.square().sum().backward()

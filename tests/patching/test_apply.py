@@ -271,9 +271,9 @@ def test_a_wrapped_backbone_is_found_and_named():
 @pytest.mark.parametrize("start", [None, 5])
 def test_a_step_counter_from_the_meta_device_begins_at_zero_or_where_it_is_set(start):
     """Its memory comes without values; training begins with the masks of step 0, or those of the step that was set."""
-    expected = torchsbp.apply(LEAN["vit"].model(), sampler="random")
+    expected = torchsbp.apply(LEAN["vit"].model(), 0.5, sampler="random")
     with torch.device("meta"):
-        model = torchsbp.apply(tiny_vit(), sampler="random")
+        model = torchsbp.apply(tiny_vit(), 0.5, sampler="random")
     model.to_empty(device="cpu").double().train().load_state_dict(expected.state_dict())
     entry_of(model).sbp_step.fill_(12345)  # what memory may hold
     if start is not None:

@@ -33,7 +33,7 @@ def test_lean_blocks_pass(name, options):
 
 def test_a_block_without_drop_path_and_a_model_in_a_model_pass():
     tiny = MODELS["torchvision vit"]
-    assert torchsbp.check(torchsbp.apply(nn.Sequential(tiny.model(), nn.Tanh())), tiny.images()).passed
+    assert torchsbp.check(torchsbp.apply(nn.Sequential(tiny.model(), nn.Tanh()), 0.5), tiny.images()).passed
 
 
 def test_a_missing_gradient_is_found(monkeypatch):

@@ -88,9 +88,9 @@ def test_autocast_forms_the_weight_in_full_precision():
 
 def test_a_half_precision_weight_is_not_summed():
     """Its rounding step is larger than a young adapter's B·A: the forward pass would not see the adapter."""
-    model = torchsbp.apply(adapted(LEAN["vit"].model().bfloat16()))
+    model = torchsbp.apply(adapted(LEAN["vit"].model().bfloat16()), 0.5)
     assert any(isinstance(module.sbp, Residual) for _, module in patched_modules(model))
-    model = torchsbp.apply(adapted(LEAN["vit"].model().float())).bfloat16()
+    model = torchsbp.apply(adapted(LEAN["vit"].model().float()), 0.5).bfloat16()
     message = r"attn.qkv has a torch.bfloat16 weight, in whose rounding small adapters vanish; keep"
     with pytest.raises(ValueError, match=message):
         model(images().bfloat16())
@@ -115,7 +115,7 @@ def test_compiled_gradients_are_those_of_eager():
 )
 def test_what_is_not_one_weight_is_run_by_its_own_forward(options, message):
     check_definition(adapted(LEAN["vit"].model(), **options), SBPConfig(keep_ratio=0.5), images())
-    model = adapted(torchsbp.apply(LEAN["vit"].model()), **options)  # too late, and nobody calls train()
+    model = adapted(torchsbp.apply(LEAN["vit"].model(), 0.5), **options)  # too late, and nobody calls train()
     with pytest.raises(ValueError, match=f"SBPBlock was changed after torchsbp.apply: {message}"):
         model(images())
 
@@ -123,7 +123,7 @@ def test_what_is_not_one_weight_is_run_by_its_own_forward(options, message):
 def test_other_adapters():
     ia3 = peft.IA3Config(target_modules=["qkv"], feedforward_modules=[])
     check_definition(peft.get_peft_model(LEAN["vit"].model(), ia3), SBPConfig(keep_ratio=0.5), images())
-    model = peft.get_peft_model(torchsbp.apply(LEAN["vit"].model()), ia3)
+    model = peft.get_peft_model(torchsbp.apply(LEAN["vit"].model(), 0.5), ia3)
     with pytest.raises(ValueError, match=r"attn.qkv is peft.tuners.ia3.layer.Linear; supported: .*peft's LoRA"):
         model(images())
 
@@ -131,10 +131,10 @@ def test_other_adapters():
 def test_dropout_and_merged_adapters_are_refused():
     with pytest.raises(ValueError, match=r"attn.qkv.lora_dropout.default is Dropout\(p=0.1\), which is not supported"):
         torchsbp.apply(adapted(LEAN["vit"].model(), lora_dropout=0.1))
-    model = adapted(torchsbp.apply(LEAN["vit"].model()), lora_dropout=0.1)
+    model = adapted(torchsbp.apply(LEAN["vit"].model(), 0.5), lora_dropout=0.1)
     with pytest.raises(ValueError, match=r"attn.qkv has LoRA dropout 0.1; supported: lora_dropout=0"):
         model(images())
-    model = adapted(torchsbp.apply(LEAN["vit"].model()))
+    model = adapted(torchsbp.apply(LEAN["vit"].model(), 0.5))
     model.merge_adapter()
     with pytest.raises(ValueError, match=r"attn.qkv has its adapters merged .*unmerge them first"):
         model(images())

@@ -219,5 +219,5 @@ def test_hooks_run_on_blocks_and_are_refused_inside():
     with pytest.raises(ValueError, match=r"stages.0.blocks.0: mlp.grn has hooks, which would run twice in training"):
         torchsbp.apply(model)
     handle.remove()
-    step(torchsbp.apply(model), images(2))
+    step(torchsbp.apply(model, 0.5), images(2))
     assert len(calls) == 2

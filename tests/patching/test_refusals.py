@@ -192,7 +192,7 @@ def test_a_parametrization_that_would_change_its_state_twice_is_refused_by_name(
 def test_a_parametrization_without_a_changing_state_is_trained(by):
     model = tiny_vit()
     by(model.blocks[1].mlp.fc2)
-    assert torchsbp.check(torchsbp.apply(model, blocks=1.0), torch.randn(2, 3, 64, 96)).passed
+    assert torchsbp.check(torchsbp.apply(model, 0.5, blocks=1.0), torch.randn(2, 3, 64, 96)).passed
 
 
 def test_changes_inside_a_block_are_refused_when_training_begins():
@@ -224,7 +224,7 @@ def test_rules_that_a_block_does_not_have(block, rule, allowed):
 
 
 def test_bad_samplers_and_schedules():
-    model = torchsbp.apply(tiny_vit().train(), sampler=lambda shape, ratios, key: torch.arange(24))
+    model = torchsbp.apply(tiny_vit().train(), 0.5, sampler=lambda shape, ratios, key: torch.arange(24))
     with pytest.raises(ValueError, match=r"the sampler must give an int64 order of shape \(6, 24\).*it gave"):
         model(images().float())
     schedule = schedules.Milestones(((0, 0.5), (100, [0.5, 0.5, 0.5])))
@@ -239,7 +239,7 @@ def test_an_error_in_the_second_backbone_leaves_the_first_alone():
 
 
 def test_attention_mask_is_refused_in_training():
-    model = torchsbp.apply(tiny_vit(img_size=32))
+    model = torchsbp.apply(tiny_vit(img_size=32), 0.5)
     x = torch.randn(2, 5, 24)
     mask = torch.ones(5, 5, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"called with extra arguments in training"):
@@ -261,12 +261,13 @@ def test_image_too_small_for_the_mask():
 
 
 def test_dropped_tokens_are_refused():
-    model = torchsbp.apply(tiny_vit(patch_drop_rate=0.5).train())
+    model = torchsbp.apply(tiny_vit(patch_drop_rate=0.5).train(), 0.5)
     with pytest.raises(ValueError, match=r"blocks.1 was given 3 samples of 13 positions.*patch_drop_rate"):
         model(images().float())
+    step(torchsbp.apply(torchsbp.remove(model)), images().float())  # nothing is sampled
 
 
 def test_blocks_alone_are_refused():
-    model = torchsbp.apply(tiny_vit().train())
+    model = torchsbp.apply(tiny_vit().train(), 0.5)
     with pytest.raises(RuntimeError, match=r"ran before the model's patch embedding or stem"):
         model.blocks(torch.randn(2, 25, 24))

@@ -228,11 +228,11 @@ def test_another_attention_is_refused_by_name():
 def test_transformers_backbone_and_windows_it_does_not_adapt():
     sizes = {"image_size": 32, "patch_size": 4, "window_size": 4, "embed_dim": 12, "out_features": ["stage1", "stage2"]}
     config = transformers.SwinConfig(depths=[2, 2], num_heads=[2, 3], **sizes)
-    model = torchsbp.apply(transformers.SwinBackbone(config).train(), blocks=[0, 1])
+    model = torchsbp.apply(transformers.SwinBackbone(config).train(), 0.5, blocks=[0, 1])
     x = torch.randn(2, 3, 32, 32)
     sum(y.square().sum() for y in model(x).feature_maps).backward()
     assert all(positions.shape == (2, 32) for positions in torchsbp.kept(model).values())
-    torchsbp.apply(torchsbp.remove(model), blocks=1.0)
+    torchsbp.apply(torchsbp.remove(model), 0.5, blocks=1.0)
     with pytest.raises(ValueError, match=r"called with always_partition=True for a grid \(4, 4\) no larger than"):
         model(x)
 

@@ -130,12 +130,12 @@ def test_sizes_that_are_none_are_refused(sizes):
 
 @pytest.mark.parametrize("options", [{}, {"scale": "weight"}], ids=str)
 def test_weights_that_do_not_know_of_sizes_are_refused(options):
-    model = torchsbp.apply(backbone(), **options)
+    model = torchsbp.apply(backbone(), 0.5, **options)
     with pytest.raises(ValueError, match='apply with scale="none", or leave set_sizes out'):
         torchsbp.set_sizes(model, [PADDED], PADDED)
 
 
-@pytest.mark.parametrize("options", [{"keep_ratio": 1.0}, {"scale": "none"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"keep_ratio": 0.5, "scale": "none"}], ids=str)
 def test_without_weights_they_are_not(options):
     model = torchsbp.apply(backbone(), **options)
     torchsbp.set_sizes(model, SIZES, PADDED)

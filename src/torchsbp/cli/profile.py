@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 
+from ..config import PRESETS, SBPConfig
 from ..errors import UsageError
 from ..memory import chart
 from ..memory.estimate import Config, Estimate, build, describe, estimate
 from ..memory.measure import Measurement, measure_config
 from ..memory.sizes import mib
-from .arguments import heading, parser, sbp_config
+from .arguments import heading, parser, sbp_options
 from .named import Named, find_model
 
 PURPOSE = "memory of a training step, by method and by block"
-METHODS = ("full", "checkpoint", "sbp")
+METHODS = ("full", "checkpoint", "exact", "sbp")
 
 
 def run(argv: list[str]) -> None:
@@ -33,7 +34,13 @@ def run(argv: list[str]) -> None:
         chart.check_format(args.out)
     named = find_model(args.model, args.size, args.channels_last, args.shape)
     shape = (args.batch, *named.shape)
-    configs: dict[str, Config] = {"full": "full", "checkpoint": "checkpoint", "sbp": sbp_config(args)}
+    given = sbp_options(args)
+    configs: dict[str, Config] = {
+        "full": "full",
+        "checkpoint": "checkpoint",
+        "exact": SBPConfig(**given | PRESETS["exact"]),
+        "sbp": SBPConfig(**PRESETS["fast"] | given),
+    }
     chosen = {describe(configs[method]): configs[method] for method in args.methods or METHODS}
     notes: list[str] = []
     estimates = predictions(named, args, shape, chosen, notes)

@@ -34,7 +34,7 @@ def usual(model: nn.Module) -> list[Config]:
     """What a user chooses from: exact gradients first, those that need the least memory last."""
     if has_rules(model) is None:
         return ["full", "checkpoint"]
-    return ["full", SBPConfig(keep_ratio=1.0), "checkpoint", SBPConfig(), SBPConfig(blocks=1.0)]
+    return ["full", SBPConfig(), "checkpoint", SBPConfig(keep_ratio=0.5), SBPConfig(keep_ratio=0.5, blocks=1.0)]
 
 
 def largest(

@@ -143,7 +143,7 @@ class Masks:
 
     def _replayed(self, forward: Forward) -> Drawn:
         """Drawn; by a graph where the sampler is ours."""
-        if callable(self.sampler) or torch.compiler.is_compiling():
+        if callable(self.sampler) or torch.compiler.is_compiling() or keeps_all(forward):
             return self._draw(forward)
         images = forward.images
         depends = forward.batch, forward.grids, forward.ratios, None if images is None else images.padded
@@ -156,6 +156,8 @@ class Masks:
 
     def _draw(self, forward: Forward) -> Drawn:
         assert forward.ratios is not None
+        if keeps_all(forward):
+            return Drawn(forward.batch, forward.grids, (Kept(),) * len(self.sites))
         samples = forward.batch if self.per_sample is True else 1
         key = samplers.draw_key(self.seed, forward.step, _rank(), samples)
         coarsest = forward.grids[max(site.stage for site in self.sites)]
@@ -237,7 +239,7 @@ class Masks:
         drawn = self.of_this_call()
         name, grid = self.sites[site].name, drawn.grids[self.sites[site].stage]
         expected = self.positions(grid)
-        if batch != drawn.batch or positions != expected:
+        if drawn.sites[site].rows is not None and (batch != drawn.batch or positions != expected):
             raise UsageError(
                 f"{name} was given {batch} samples of {positions} positions, but the image gives "
                 f"{drawn.batch} samples of {expected} ({self.prefix} prefix tokens and a grid {grid}). "
@@ -268,6 +270,10 @@ class Masks:
         if rows is None:
             return torch.arange(n, device=device).repeat(batch, 1)
         return (rows.view(batch, -1) % n).sort(dim=1).values  # rows of windows come window after window
+
+
+def keeps_all(forward: Forward) -> bool:
+    return all(ratio == 1 for ratio in forward.ratios or ())
 
 
 @constant
