@@ -149,7 +149,7 @@ VALUES: list[Any] = [
     {}, [0.5], [1, 0], {"a": 1}, "1e-3", "null", "~", "[", "{a: 1", "\u0000", "é", " ", "../x", "0x10", "2026-11-16",
 ]  # fmt: skip
 FITTING: dict[str, list[Any]] = {
-    "sbp.preset": ["none", "exact", "default", "paper"],
+    "sbp.preset": ["none", "exact", "default", "fast", "paper"],
     "sbp.keep_ratio": [0.5, 0.25, [0.5, 1.0]],
     "sbp.sampler": ["grid", "random"],
     "sbp.attention": ["query", "qkv", "head"],

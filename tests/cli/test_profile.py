@@ -54,8 +54,16 @@ def test_profile_draws_a_chart(capsys, tmp_path, name, begin):
     assert (tmp_path / name).stat().st_size > 10_000
 
 
+def test_exact_blocks_and_half_of_the_positions_are_compared(capsys):
+    _, out, _ = run(capsys, "profile", *SMALL, "--json", "--predict")
+    found = json.loads(out)["predicted"]
+    assert list(found) == ["full", "checkpoint", "exact lean, recomputed", "sbp query r=0.5, recomputed"]
+    assert found["exact lean, recomputed"]["saved_bytes"] > found["sbp query r=0.5, recomputed"]["saved_bytes"]
+
+
 def test_a_model_without_sbp_is_profiled_without_it(capsys):
     status, out, _ = run(capsys, "profile", "torchvision/resnet18", "--size", "64", "--batch", "4", "--predict")
     assert status == 0
-    assert "sbp query r=0.5, recomputed is left out: nothing to patch in torchvision.models.resnet.ResNet" in out
+    for method in ("exact lean", "sbp query r=0.5"):
+        assert f"{method}, recomputed is left out: nothing to patch in torchvision.models.resnet.ResNet" in out
     assert "layer1.0" in out

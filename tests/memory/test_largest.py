@@ -52,7 +52,7 @@ def test_nothing_may_fit(model):
 
 
 def test_a_model_that_is_not_covered_has_two_ways(model):
-    assert usual(model) == ["full", SBPConfig(keep_ratio=1.0), "checkpoint", SBPConfig(), SBPConfig(blocks=1.0)]
+    assert usual(model) == ["full", SBPConfig(1.0), "checkpoint", SBPConfig(0.5), SBPConfig(0.5, blocks=1.0)]
     assert usual(torch.nn.Linear(2, 2)) == ["full", "checkpoint"]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torchsbp.adapters.layouts import halved
-from torchsbp.sampling.masks import Masks, SiteSpec
+from torchsbp.sampling.masks import Kept, Masks, SiteSpec
 
 SITES = (SiteSpec("fine", 0), SiteSpec("fine again", 0), SiteSpec("coarse", 1), SiteSpec("heads", 1, heads=4))
 
@@ -22,6 +22,14 @@ def begun(found: Masks, batch: int = 2, grid: tuple[int, int] = (8, 12)) -> Mask
 
 def positions(found: Masks, site: int) -> torch.Tensor:
     return found.positions_kept(found.drawn, site, torch.device("cpu"))
+
+
+def test_nothing_is_drawn_where_all_is_kept():
+    found = masks(1.0, 1.0, 1.0, 1.0)
+    found.sampler = "none that there is"
+    assert begun(found).drawn.sites == (Kept(),) * 4
+    assert found.kept(0, batch=1, positions=5) == Kept()  # whatever its input: tokens may have been dropped
+    assert positions(found, 2).tolist() == [list(range(24))] * 2
 
 
 def test_modules_of_one_stage_and_ratio_share_their_rows():

@@ -35,7 +35,7 @@ TINY: dict[str, Any] = {
         "data": {"source": "digits", "size": 8, "channels": 1, "mean": [0.3], "std": [0.35], "workers": 0},
         "augment": {"auto_augment": "rand-m5-inc1", "erase": 0.25, "mixup": 0.8, "cutmix": 1.0, "smoothing": 0.1},
     },
-    "sbp": {"preset": "default"},
+    "sbp": {"preset": "fast"},
     "epochs": 2,
     "batch": 140,
     "micro_batch": 70,

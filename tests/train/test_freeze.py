@@ -46,7 +46,7 @@ def test_patterns_that_mean_nothing_are_refused(pattern, message):
     assert names(model) == set()
 
 
-@pytest.mark.parametrize("preset", ["none", "default"])
+@pytest.mark.parametrize("preset", ["none", "fast"])
 @pytest.mark.parametrize("decay", [None, 0.9])
 def test_what_is_frozen_stays_and_the_rest_is_trained(tmp_path, preset, decay):
     path = recipe(tmp_path, sbp={"preset": preset}, optimizer={"layer_decay": decay, "lr": 0.1})

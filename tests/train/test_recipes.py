@@ -158,7 +158,7 @@ def test_a_recipe_of_detectors_trains(name, tmp_path):
 
 @pytest.mark.slow
 def test_digits_learns_with_sbp(tmp_path):
-    options = ["--epochs=2", "--optimizer.lr=3e-3", "--log.progress=false", "--sbp.preset=default"]
+    options = ["--epochs=2", "--optimizer.lr=3e-3", "--log.progress=false", "--sbp.preset=fast"]
     assert train(["digits", *options, f"--out={tmp_path / 'run'}"]) == 0
     assert lines(tmp_path / "run")[-2]["top1"] > 60
 
@@ -242,7 +242,7 @@ def test_eval_repeats_the_run_s_numbers(tmp_path, capsys):
 
 
 def test_throughput(capsys):
-    assert train(["digits", "--throughput=2", "--batch=16", "--sbp.preset=default"]) == 0
+    assert train(["digits", "--throughput=2", "--batch=16", "--sbp.preset=fast"]) == 0
     text = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in text[:3]] == ["loader", "step", "whole"]
     loader, step, whole = (float(line.split()[1]) for line in text[:3])

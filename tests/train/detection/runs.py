@@ -20,7 +20,7 @@ TINY: dict[str, Any] = {
         "data": {"source": "shapes", "count": 12, "workers": 0},
         "augment": {"short": [64, 80], "long": 96, "eval_short": 64},
     },
-    "sbp": {"preset": "default"},
+    "sbp": {"preset": "fast"},
     "epochs": 2,
     "batch": 4,
     "micro_batch": 2,

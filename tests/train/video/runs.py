@@ -22,7 +22,7 @@ TINY: dict[str, Any] = {
         "data": {"source": "generated", "videos": [16, 8], "frames": 8, "stride": 2, "size": 32, "workers": 0},
         "augment": {"scale": [0.7, 1.0], "hflip": 0.0, "smoothing": 0.1},
     },
-    "sbp": {"preset": "default", "sampler": "frames"},
+    "sbp": {"preset": "fast", "sampler": "frames"},
     "epochs": 2,
     "batch": 8,
     "micro_batch": 4,

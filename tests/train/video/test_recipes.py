@@ -58,6 +58,6 @@ def test_a_recipe_trains(name, tmp_path):
 
 @pytest.mark.slow
 def test_motions_are_learned_with_sbp(tmp_path):
-    options = ["--sbp.preset=default", "--sbp.sampler=frames", "--log.progress=false"]
+    options = ["--sbp.preset=fast", "--sbp.sampler=frames", "--log.progress=false"]
     assert train(["motions", *options, f"--out={tmp_path / 'run'}"]) == 0
     assert lines(tmp_path / "run")[-2]["top1"] > 80
