@@ -173,7 +173,7 @@ def test_compiled_with_checkpointed_blocks(no_recompilation):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at the block's non-leaf input
 def test_compiled_blocks_alone(no_recompilation):
     """Regional compilation: masks are inputs of each block's graph."""
-    eager = torchsbp.apply(LEAN["vit"].model(), keep_ratio=0.5)
+    eager = torchsbp.apply(LEAN["vit"].model(**FEWER["vit"]), keep_ratio=0.5)
     model = copy.deepcopy(eager)
     with torch._dynamo.config.patch(error_on_recompile=False):
         for block in model.blocks:
