@@ -15,7 +15,7 @@ from torchsbp.train.online.evaluation import score_video
 from torchsbp.train.online.picture import LEAST, peaks
 from torchsbp.train.tasks.online_action import eval_transform
 
-from ..train.runs import train
+from ..train.runs import run, train
 from ..train.test_online_action import SMALL
 from ..train.test_videos import write_video
 
@@ -65,9 +65,9 @@ def test_frames_as_they_are_trained_with(trained, tmp_path, name):
 def test_it_needs_a_run_of_online_detection_and_a_video(trained, tmp_path, capsys):
     assert main(["detect", str(trained), str(tmp_path / "gone.mp4")]) == 1
     assert "no video" in capsys.readouterr().err
-    digits = ["digits", "--epochs=1", "--schedule.warmup_epochs=0", "--batch=700", "--log.progress=false"]
-    assert train([*digits, f"--out={tmp_path / 'digits'}"]) == 0
-    assert main(["detect", str(tmp_path / "digits"), str(write_video(tmp_path / "a.mp4", frames=6))]) == 2
+    code, digits = run(tmp_path, "--epochs=1", "--schedule.warmup_epochs=0")
+    assert code == 0
+    assert main(["detect", str(digits), str(write_video(tmp_path / "a.mp4", frames=6))]) == 2
     assert "is a run of task classification; detect needs one of online_action" in capsys.readouterr().err
 
 

@@ -158,7 +158,8 @@ def test_what_no_type_can_be_is_refused():
         (["profile", "resnet18", "--size", "64", "--methods", "sbp"], "nothing to patch in timm.models.resnet.ResNet"),
         (["plan", "test_vit", "--memory", "16 gigs"], "size '16 gigs' is not understood; write a number and a unit"),
         (["plan", "test_vit", "--memory", "8"], "bytes hold no model; did you mean '8GiB'?"),
-        (["plan", "test_vit", "--memory", "10MiB"], "does not fit in 10.0 MiB (9.0 MiB without the headroom)"),
+        (["plan", "test_vit", "--memory", "10MiB", "--keep-ratio", "0.5"],
+         "does not fit in 10.0 MiB (9.0 MiB without the headroom)"),
         (["nonsense"], "unknown command 'nonsense'"),
     ],
 )  # fmt: skip

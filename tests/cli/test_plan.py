@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from .commands import SMALL, run
+from .commands import SHALLOW, SMALL, run
 
 
 def test_plan_prints_what_it_tried(capsys):
@@ -16,7 +16,7 @@ def test_plan_prints_what_it_tried(capsys):
 
 
 def test_plan_for_a_given_configuration_as_json(capsys):
-    _, out, _ = run(capsys, "plan", *SMALL, "--memory", "1GiB", "--keep-ratio", "0.5", "--blocks", "1", "--json")
+    _, out, _ = run(capsys, "plan", *SHALLOW, "--memory", "1GiB", "--keep-ratio", "0.5", "--blocks", "1", "--json")
     found = json.loads(out)
     assert found["options"] == {"keep_ratio": 0.5, "blocks": 1.0}
     assert found["largest_batch"] > 4
@@ -50,7 +50,7 @@ def test_a_detector_is_not_said_to_fit(capsys):
 
 
 def test_the_largest_batch_by_configuration(capsys):
-    status, out, _ = run(capsys, "plan", *SMALL, "--memory=300MiB", "--largest-batch", "--json")
+    status, out, _ = run(capsys, "plan", *SHALLOW, "--memory=300MiB", "--largest-batch", "--json")
     assert status == 0
     found = json.loads(out)
     batches = {its["config"]: its["batch"] for its in found["largest"]}
@@ -58,9 +58,11 @@ def test_the_largest_batch_by_configuration(capsys):
     assert batches["full"] < batches["exact lean, recomputed"]
     assert batches["full"] < batches["sbp query r=0.5, recomputed"]
     assert all(its["predicted"] <= found["usable"] == int(0.9 * found["memory"]) for its in found["largest"])
-    _, out, _ = run(capsys, "plan", *SMALL, "--memory=300MiB", "--largest_batch", "--keep_ratio=0.25")
+    _, out, _ = run(capsys, "plan", *SHALLOW, "--memory=300MiB", "--largest_batch", "--keep_ratio=0.25")
     title, line = out.splitlines()
-    assert title == "test_vit, 160×160, bf16, adamw: the largest batch in 300 MiB, of which 270 MiB may be allocated"
+    name, about = title.split(", ", 1)
+    assert name == "tests.cli.commands:shallow"
+    assert about == "160×160, bf16, adamw: the largest batch in 300 MiB, of which 270 MiB may be allocated"
     assert line.split()[:2] == ["sbp", "query"]
     assert line.endswith(" MiB predicted")
 

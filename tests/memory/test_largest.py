@@ -1,5 +1,7 @@
 """The largest batch that fits: the next larger one does not, and what is measured decides."""
 
+from functools import partial
+
 import pytest
 import timm
 import torch
@@ -11,11 +13,13 @@ from torchsbp.memory.sizes import MIB
 SHAPE = (4, 3, 160, 160)
 USABLE = 300 * MIB
 
+build = partial(timm.create_model, "test_vit", depth=2)
+
 
 @pytest.fixture(scope="module")
 def model() -> torch.nn.Module:
     with torch.device("meta"):
-        return timm.create_model("test_vit")
+        return build()
 
 
 def test_one_more_does_not_fit(model):
@@ -59,7 +63,7 @@ def test_a_model_that_is_not_covered_has_two_ways(model):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_batch_that_is_found_fits(model):
-    measure = on_gpu(lambda: timm.create_model("test_vit"), SHAPE, "bf16", "adamw")
+    measure = on_gpu(build, SHAPE, "bf16", "adamw")
     found = largest(model, SHAPE, USABLE, SBPConfig(0.5), "bf16", "adamw", measure)
     assert found.batch > 0
     assert found.measured <= USABLE

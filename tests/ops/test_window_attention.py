@@ -112,17 +112,25 @@ KERNEL_CASES = {
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # Triton's interpreter has no products in bfloat16
 
 
+KERNEL_OPTIONS = [
+    (1.0, False, "query", torch.float32),
+    (0.5, False, "query", HALF),
+    (0.5, True, "query", torch.float32),
+    (0.5, False, "qkv", torch.float32),
+    (0.25, True, "qkv", torch.float32),
+]
+PADDED = ("one tile, padded", "tiles, three dimensions, padded")
+UNPADDED = ("one tile", "tiles")
+
+
 @pytest.mark.parametrize(
-    "ratio, per_sample, rule, dtype",
-    [
-        (1.0, False, "query", torch.float32),
-        (0.5, False, "query", HALF),
-        (0.5, True, "query", torch.float32),
-        (0.5, False, "qkv", torch.float32),
-        (0.25, True, "qkv", torch.float32),
+    "ratio, per_sample, rule, dtype, name",
+    [  # all options with one tile and with several, with padding and without
+        (*options, name)
+        for number, options in enumerate(KERNEL_OPTIONS)
+        for name in (PADDED[number % 2], UNPADDED[1 - number % 2])
     ],
 )
-@pytest.mark.parametrize("name", KERNEL_CASES)
 def test_kernels_equal_the_plain_ones(name, ratio, per_sample, rule, dtype, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(window_launches, "TILE", 16)  # the interpreter is slow

@@ -13,7 +13,7 @@ from torchsbp.train.loop import Trainer
 
 from .runs import ENVIRONMENT, SERVER, command, fork, ranks
 
-PHASES = {"importing": 3.0, "starting": 0.5, "training": 0.1, "evaluating": 0.3, "saving": 0.03, "finishing": 0.02}
+PHASES = {"importing": 3.0, "starting": 0.3, "training": 0.03, "evaluating": 0.1, "saving": 0.02, "finishing": 0.02}
 """and about how long each lasts, in seconds"""
 METHODS = {"training": "update", "evaluating": "evaluate", "saving": "save", "finishing": "finish"}
 

@@ -7,18 +7,22 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from tqdm import tqdm
 
 from torchsbp.cli.main import main
+from torchsbp.train.data.images import digits
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
@@ -32,13 +36,13 @@ TINY: dict[str, Any] = {
             "options": {"img_size": 8, "patch_size": 2, "embed_dim": 16, "depth": 3, "num_heads": 2},
             "drop_path": 0.2,
         },
-        "data": {"source": "digits", "size": 8, "channels": 1, "mean": [0.3], "std": [0.35], "workers": 0},
+        "data": {"source": "folder", "size": 8, "channels": 1, "mean": [0.3], "std": [0.35], "workers": 0},
         "augment": {"auto_augment": "rand-m5-inc1", "erase": 0.25, "mixup": 0.8, "cutmix": 1.0, "smoothing": 0.1},
     },
     "sbp": {"preset": "fast"},
     "epochs": 2,
-    "batch": 140,
-    "micro_batch": 70,
+    "batch": 16,
+    "micro_batch": 8,
     "optimizer": {"lr": 1e-3, "layer_decay": 0.9, "clip_norm": 1.0},
     "schedule": {"warmup_epochs": 1},
     "ema": {"decay": 0.9},
@@ -47,6 +51,20 @@ TINY: dict[str, Any] = {
     "checkpoint": {"every_steps": 3},
     "log": {"every_steps": 4, "progress": False},
 }
+
+
+@cache
+def pictures() -> "tempfile.TemporaryDirectory[str]":
+    """Sixteen digits of each class to train with, four to validate with: of more, runs would mostly read pictures."""
+    folder = tempfile.TemporaryDirectory(prefix="digits-")
+    for part, train, each in (("train", True, 16), ("val", False, 4)):
+        source = digits(train, "L")
+        for label, name in enumerate(source.names):
+            (Path(folder.name) / part / name).mkdir(parents=True)
+            for index in [i for i, its in enumerate(source.labels) if its == label][:each]:
+                image = Image.fromarray(source.images[index]).resize((8, 8))
+                image.save(Path(folder.name) / part / name / f"{index}.png")
+    return folder
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +76,8 @@ def recipe(folder: Path, **changes: Any) -> Path:
     """A recipe file of the tiny run, changed; its ``out`` is beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "recipe.yaml"
-    path.write_text(json.dumps(merged({**TINY, "out": str(folder / "run")}, changes)))  # JSON is YAML
+    tiny = merged(TINY, {"task": {"data": {"root": pictures().name}}, "out": str(folder / "run")})
+    path.write_text(json.dumps(merged(tiny, changes)))  # JSON is YAML
     return path
 
 

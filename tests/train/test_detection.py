@@ -165,7 +165,7 @@ def worker(rank: int, path: str) -> None:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     path = recipe(tmp_path_factory.mktemp("two"), schedule={"warmup_steps": 1})
-    mp.start_processes(worker, (path,), nprocs=2, start_method="spawn")
+    mp.start_processes(worker, (path,), nprocs=2, start_method="forkserver")
     return Path(path).parent / "run", [torch.load(f"{path}.{rank}") for rank in range(2)]
 
 

@@ -7,7 +7,7 @@ from tqdm import tqdm
 
 from torchsbp.train.progress import Lines, progress
 
-from .runs import recipe, spawn
+from .runs import recipe, run, spawn
 
 
 def test_in_a_log_there_are_lines_and_no_carriage_returns(tmp_path):
@@ -21,9 +21,9 @@ def test_in_a_log_there_are_lines_and_no_carriage_returns(tmp_path):
     assert re.fullmatch(form, told[-1])
 
 
-def test_a_short_run_has_few_lines(tmp_path):
-    result = spawn(recipe(tmp_path, log={"progress": True}))
-    told = [line for line in result.stderr.splitlines() if line.startswith("step ")]
+def test_a_short_run_has_few_lines(tmp_path, capsys):
+    run(tmp_path, log={"progress": True})
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
     assert [line.partition(",")[0] for line in told] == ["step 4 of 20", "step 20 of 20"]
 
 

@@ -113,9 +113,9 @@ def test_out_of_memory_says_what_to_do_with_the_numbers(tmp_path, capsys, monkey
     monkeypatch.setattr(Trainer, "update", full)
     assert run(tmp_path)[0] == 1
     told = capsys.readouterr().err
-    assert "error: out of memory with 70 samples per forward" in told
+    assert "error: out of memory with 8 samples per forward" in told
     assert asked in told
-    assert "--micro_batch 35 leaves the batch of 140 as it is; torchsbp plan says what fits" in told
+    assert "--micro_batch 4 leaves the batch of 16 as it is; torchsbp plan says what fits" in told
     assert "sbp.preset" not in told  # it is used already
     assert run(tmp_path / "full", "--sbp.preset=none")[0] == 1
     assert "--sbp.preset default saves activations" in capsys.readouterr().err
@@ -123,7 +123,7 @@ def test_out_of_memory_says_what_to_do_with_the_numbers(tmp_path, capsys, monkey
 
 def test_a_real_shortage_is_recognised(tmp_path):
     config = parse("train", [str(recipe(tmp_path))])
-    needed = r"out of memory with 70 samples per forward \(\d{9,} MiB more were needed\)"
+    needed = r"out of memory with 8 samples per forward \(\d{9,} MiB more were needed\)"
     with pytest.raises(RunError, match=needed), told(config, Processes(torch.device("cpu"))):
         torch.empty(1 << 50, dtype=torch.uint8)
     assert [smaller(n) for n in (2, 9, 64, 70, 7)] == [1, 3, 32, 35, 1]

@@ -74,7 +74,7 @@ def test_they_begin_from_checkpoints_of_our_training(tmp_path):
     model = {"name": "convnext_atto", "options": options}
     code, out = run(
         tmp_path, "--epochs=1", "--schedule.warmup_epochs=0", "--task.data.channels=3", "--task.data.size=32",
-        "--task.data.mean=[0.3,0.3,0.3]", "--task.data.std=[0.3,0.3,0.3]", "--batch=700", "--micro_batch=700",
+        "--task.data.mean=[0.3,0.3,0.3]", "--task.data.std=[0.3,0.3,0.3]", "--batch=160", "--micro_batch=160",
         "--task.model.name=convnext_atto", '--task.model.options={"depths": [1, 1, 1, 1], "dims": [8, 8, 8, 8]}',
     )  # fmt: skip
     assert code == 0
