@@ -93,6 +93,11 @@ def test_it_trains_in_other_ways_too(tmp_path, options):
     assert [line["kind"] for line in lines(tmp_path)][-2:] == ["valid", "end"]
 
 
+def test_every_frame_is_no_sampling(tmp_path, capsys):
+    assert train(["online", *SMALL, "--sbp.keep_ratio=1", f"--out={tmp_path}"]) == 2
+    assert "sbp.keep_ratio=1 keeps every frame, which is full backpropagation; set " in capsys.readouterr().err
+
+
 def test_thumos_s_layout_trains(tmp_path):
     """Also videos that are shorter than the work memory, which are counted."""
     root = layout(tmp_path / "data")

@@ -39,14 +39,17 @@ def check_one_ratio(config: SBPConfig) -> None:
         raise UsageError(f"sbp.keep_ratio={config.keep_ratio} varies over depth; frames have one ratio: a number")
 
 
-def check_frames_alone(config: SBPConfig, instead: str) -> None:
-    """Refuse what is about tokens; ``instead`` says what to do."""
-    check_one_ratio(config)
+def check_some_dropped(config: SBPConfig) -> None:
     if config.keep_ratio == 1:
         raise UsageError(
             "sbp.keep_ratio=1 keeps every frame, which is full backpropagation; set sbp.keep_ratio to the share of "
             "frames to keep, or sbp.preset to none"
         )
+
+
+def check_frames_alone(config: SBPConfig, instead: str) -> None:
+    """Refuse what is about tokens; ``instead`` says what to do."""
+    check_one_ratio(config)
     plain = SBPConfig.preset("default", **{name: getattr(config, name) for name in FOR_FRAMES})
     others = [name for name, value in vars(config).items() if value != getattr(plain, name)]
     if others:

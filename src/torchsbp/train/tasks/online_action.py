@@ -23,6 +23,7 @@ from ..data.samples import Samples
 from ..data.thumos import Thumos
 from ..data.videos import Video
 from ..data.window import Window
+from ..frames import check_some_dropped
 from ..online.detector import OnlineDetector
 from ..online.encoder import Encoder, make_encoder, width
 from ..online.evaluation import Precision
@@ -172,6 +173,8 @@ class OnlineAction(Task):
     def apply_sbp(self, model: nn.Module, config: SBPConfig) -> None:
         assert isinstance(model, OnlineDetector)
         model.apply_sbp(config)
+        if self.options.encoder.tokens is None:
+            check_some_dropped(config)
 
     def set_step(self, model: nn.Module, number: int) -> None:
         assert isinstance(model, OnlineDetector)

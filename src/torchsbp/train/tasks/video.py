@@ -20,6 +20,7 @@ from ..data.lists import Epic, Listed
 from ..data.moving import Moving
 from ..data.samples import Samples
 from ..distributed import gather
+from ..frames import check_some_dropped
 from ..ranges import COUNT, SHARE, SHARE_ABOVE_0, ranged, refuse
 from ..task import Task, TaskOptions
 from ..video.evaluation import Batch, Views, metrics
@@ -191,6 +192,7 @@ class Video(Task):
     def apply_sbp(self, model: nn.Module, config: SBPConfig) -> None:
         assert isinstance(model, Classifier)
         if isinstance(model.body, Frames) and config.sampler in FRAME_SAMPLERS:
+            check_some_dropped(config)
             model.body.sample(config)
         else:
             super().apply_sbp(model, config)
