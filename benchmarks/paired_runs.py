@@ -1,7 +1,7 @@
 """Runs of a recipe in several arms and with several seeds, some at the same time; then paired differences.
 
     python benchmarks/paired_runs.py penn_fudan --out runs/penn --seeds 5 \\
-      --arm full --arm "sbp --sbp.preset=default" -- --task.data.root=data/pennfudan
+      --arm full --arm "sbp --sbp.preset=fast" -- --task.data.root=data/pennfudan
     python benchmarks/paired_runs.py --show runs/penn --metrics box_ap mask_ap
 
 An arm is a name and the options it adds; what stands behind -- is for all. The arm "full" is what the others are
