@@ -36,7 +36,6 @@ def own(shape, ratios, key):
         ({"exact_downsampling": False}, "balanced", False, "none"),
         ({"per_sample": False, "per_block": False, "scale": "weight"}, False, False, "weight"),
     ],
-    ids=str,
 )
 def test_what_is_left_to_us_suits_the_rest(given, per_sample, per_block, scale):
     config = SBPConfig(**given)
