@@ -49,7 +49,7 @@ MLP: Options = {"attention": "exact"}
 
 
 def sampled(ratio: Any, *parts: Options, models: tuple[str, ...] = ALL, instead: Any = None, **more: Any) -> Arm:
-    options: Options = {"keep_ratio": ratio} | more if instead else GRID | {"keep_ratio": ratio} | more
+    options: Options = ({} if instead else GRID) | {"keep_ratio": ratio} | more
     for part in parts:
         options |= part
     return Arm(options, models=models, instead=instead)
