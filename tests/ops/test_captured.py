@@ -21,7 +21,7 @@ from torchsbp.ops.heads import AttentionParams, AttentionSpec
 from torchsbp.ops.layers import BackwardOptions
 from torchsbp.ops.mlp import MLPParams, MLPSpec, mlp_branch
 from torchsbp.ops.named import split
-from torchsbp.ops.operators import dense
+from torchsbp.ops.operators import laid_out, order_of
 
 from .helpers import attention_params, gradients, kept_rows, mlp_params
 
@@ -149,7 +149,7 @@ def test_a_compiled_step_has_small_passes_as_calls(ratio, graphs, monkeypatch):
             assert (a is None) == (b is None)
             assert a is None or torch.equal(a, b)
     assert found == [1, 1]
-    names = {run.__qualname__ for run, _ in operators._PASSES.values()}
+    names = {its.run.__qualname__ for its in operators._PASSES.values()}
     assert names == {"_TransformerBlock.forward", "_TransformerBlock.backward"}
     assert [type(each) for each in graphs._GRAPHS.values()] == [module.Graph, module.Graph]
     torch._dynamo.reset()
@@ -216,10 +216,57 @@ def test_a_compiled_step_has_calls_for_any_batch(graphs):
 
 
 def test_strides_of_results(graphs):
-    with_gaps = torch.empty(2, 3, 32)[..., :25]
-    assert dense(with_gaps).stride() == torch.empty_like(with_gaps).stride() == (75, 25, 1)
-    by_columns = torch.empty(4, 5).t()
-    assert dense(by_columns) is by_columns
+    """What is made has no gaps, and its dimensions in the order that the compiler was told."""
+    with_gaps = torch.randn(2, 3, 32)[..., :25]
+    found = laid_out(with_gaps, order_of(torch.empty_like(with_gaps)))
+    assert found.stride() == (75, 25, 1)
+    assert torch.equal(found, with_gaps)
+    by_columns = torch.randn(4, 5).t()
+    assert order_of(by_columns) == (1, 0)
+    assert laid_out(by_columns, (1, 0)) is by_columns
+    other = laid_out(by_columns, (0, 1))
+    assert other.stride() == (4, 1)
+    assert torch.equal(other, by_columns)
+    last = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    assert order_of(last) == (0, 2, 3, 1)
+    assert laid_out(last.contiguous(), (0, 2, 3, 1)).stride() == last.stride()
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_the_passes_of_a_compiled_step_are_compiled_once_for_all_blocks(ratio, graphs, monkeypatch):
+    """By themselves: of two blocks a forward and a backward pass are read."""
+    rows = kept_rows(B, N, ratio)
+    rows = None if rows is None else rows.to(DEVICE)
+    read, compile_graph = [], torch._inductor.compile
+
+    def compile_pass(graph, given):
+        read.append(graph)
+        return compile_graph(graph, given)
+
+    monkeypatch.setattr(torch._inductor, "compile", compile_pass)
+    kind = {"dtype": torch.float32}
+    params = [
+        (on_device(attention_params(C, HEADS, **kind)), on_device(mlp_params(C, 2 * C, **kind))) for _ in range(2)
+    ]
+
+    def run(x):
+        for p1, p2 in params:
+            x = transformer_block(x, rows, p1, SPEC, p2, MLPSpec())
+        return x
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True)
+    for _ in range(4):
+        x = torch.randn(B, N, C, device=DEVICE, requires_grad=True, **kind)
+        leaves = (x, *(t for pair in params for its in pair for t in its))
+        y, expected = compiled(x), run(x)
+        found, wanted = gradients(y, torch.ones_like(y), leaves), gradients(expected, torch.ones_like(y), leaves)
+        for a, b in zip((y, *found), (expected, *wanted), strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or (a - b).norm() <= 1e-5 * b.norm()
+    assert len(read) == 2
+    assert [type(each) for each in graphs._GRAPHS.values()].count(module.Graph) == 4  # of compiled and eager passes
+    torch._dynamo.reset()
 
 
 def test_what_is_passed_on_is_not_copied(graphs):
@@ -300,7 +347,8 @@ def test_the_pool_has_room_for_what_a_pass_was_seen_to_need(graphs, monkeypatch)
     "shape, eager, compiled",
     [
         ((32, 197, 768), True, True),  # ViT-B
-        ((64, 197, 768), True, False),  # more work than launching it
+        ((64, 197, 768), True, True),
+        ((64, 257, 768), True, False),  # EVA02-B: more work than launching it
         ((128, 196, 384), True, True),  # the third stage of Swin-T: as many elements, half as wide
         ((128, 784, 192), False, False),  # its second: the copies would be too large
     ],

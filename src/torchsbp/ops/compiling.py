@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 Call = Callable[..., Any]
 _CALLS: list[Call] = []
@@ -29,6 +30,12 @@ def captured_whole() -> bool:
     """Whether what a compiler reads will be captured as a whole, in CUDA graphs of its own: mode="reduce-overhead"."""
     config: Any = sys.modules.get("torch._inductor.config")
     return config is not None and config.triton.cudagraphs
+
+
+def read_by_inductor() -> bool:
+    """Whether the compiler that reads this, the second time, is PyTorch's own."""
+    virtual: Any = sys.modules.get("torch._inductor.virtualized")
+    return virtual is not None and isinstance(virtual.V.fake_mode, FakeTensorMode)
 
 
 def no_data() -> bool:

@@ -19,7 +19,7 @@ from .alive import Alive
 from .compiling import captured_whole, compiling
 from .layers import Grad
 
-LARGEST, MOST_COMPILED = 2**24, 9 * 2**29
+LARGEST, MOST_COMPILED = 2**24, 2**33
 """elements of an op's input or cotangent, and in compiled steps, which launch less and whose kernels are larger,
 multiplications of it with a square matrix: with more of them the GPU is the slower one, and copies cost memory."""
 HELD = 128

@@ -1,24 +1,43 @@
-"""run_pass in a compiled step: what a compiler does not look into."""
+"""run_pass in a compiled step: what its compiler does not look into.
 
+The step has a call for every block. What it calls is compiled by itself, once for all blocks of a kind, and captured:
+the step is built in less time than if the compiler read every block, and launches as little as an eager one.
+"""
+
+from collections.abc import Callable, Hashable
+from functools import cache
+from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from .compiling import call_named, shapes_alone
+from .compiling import call_named, read_by_inductor, shapes_alone
 from .graphs import Pass, Tensors, passed, run_pass, with_passed
 
 
+class Called(NamedTuple):
+    """A pass, what of it is not a tensor, and whether it is to be compiled: not in steps of other compilers, which are
+    there to do as they are told, nor for sizes that change, as every one would be compiled for."""
+
+    run: Pass
+    static: Any
+    compiles: bool
+
+
 class Outcome(NamedTuple):
-    """Of a pass: how many results it has, which of them are made and which are what it was given, and what else."""
+    """Of a pass: how many results it has, which of them are made, in which order their dimensions lie in memory, which
+    are what it was given, and what else."""
 
     results: int
     made: list[int]
+    orders: list[tuple[int, ...]]
     passed: dict[int, tuple[int, torch.Size]]
     extra: Any
 
 
-_PASSES: dict[str, tuple[Pass, Any]] = {}
+_PASSES: dict[str, Called] = {}
 _OUTCOMES: dict[str, Outcome] = {}
 torch.library.define("torchsbp::run_pass", "(str name, Tensor?[] given) -> Tensor[]")
 
@@ -26,8 +45,10 @@ torch.library.define("torchsbp::run_pass", "(str name, Tensor?[] given) -> Tenso
 def named_pass(run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
     """``run_pass`` in a compiled step: the compiler has a name for the pass."""
     kinds = [None if t is None else (t.dtype, t.is_contiguous()) for t in given]
-    name = call_named(run.__module__, run.__qualname__, static, kinds)
-    _PASSES[name] = run, static
+    sizes = [size for t in given if t is not None for size in t.shape]
+    compiles = read_by_inductor() and all(type(size) is int for size in sizes)
+    name = call_named(run.__module__, run.__qualname__, static, kinds, compiles)
+    _PASSES[name] = Called(run, static, compiles)
     made = torch.ops.torchsbp.run_pass(name, list(given))
     outcome = _OUTCOMES[name]
     found: list[Any] = [None] * outcome.results
@@ -38,24 +59,72 @@ def named_pass(run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
 
 @torch.library.impl("torchsbp::run_pass", ("cpu", "cuda"))
 def _run_pass(name: str, given: Tensors) -> list[Tensor]:
-    run, static = _PASSES[name]
-    results, _ = run_pass(run, static, given, given[0].device)
-    return [dense(results[number]) for number in _OUTCOMES[name].made]
+    run, static, compiles = _PASSES[name]
+    results, _ = run_pass(compiled_pass(name) if compiles else run, static, given, given[0].device)
+    outcome = _OUTCOMES[name]
+    return [laid_out(results[number], order) for number, order in zip(outcome.made, outcome.orders, strict=True)]
 
 
 @torch.library.register_fake("torchsbp::run_pass")
 def _outcome(name: str, given: Tensors) -> list[Tensor]:
-    run, static = _PASSES[name]
+    run, static, _ = _PASSES[name]
     with shapes_alone():
         results, extra = run(static, given)
     same = passed(results, given)
     made = [number for number, t in enumerate(results) if t is not None and number not in same]
-    _OUTCOMES[name] = Outcome(len(results), made, same, extra)
-    return [torch.empty_like(results[number]) for number in made]
+    found = [torch.empty_like(results[number]) for number in made]
+    _OUTCOMES[name] = Outcome(len(results), made, [order_of(t) for t in found], same, extra)
+    return found
 
 
-def dense(tensor: Tensor) -> Tensor:
-    """Without gaps, as graphs leave their results: the compiler relies on strides that do not change."""
-    if tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride():
+def order_of(tensor: Tensor) -> tuple[int, ...]:
+    """Its dimensions, the one with the largest stride first; of equal ones the first, whose size is then 1."""
+    strides = tensor.stride()
+    return tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+
+
+def laid_out(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+    """In memory without gaps, its dimensions in that order: the step's compiler relies on strides."""
+    turned = tensor.permute(order)
+    if turned.is_contiguous():
         return tensor
-    return tensor.clone()
+    return turned.contiguous().permute([order.index(dim) for dim in range(len(order))])
+
+
+@cache
+def compiled_pass(name: str) -> Pass:
+    """The pass as the compiler makes it for tensors of these shapes and strides."""
+    run = _PASSES[name].run
+    compiled: dict[Hashable, Callable[..., Any]] = {}
+
+    def run_compiled(static: Any, given: Tensors) -> tuple[Tensors, Any]:
+        if _get_current_dispatch_mode() is not None:  # somebody looks at every operator
+            return run(static, given)
+        tensors = [t.detach() for t in given if t is not None]
+        kind = tuple((t.shape, t.stride()) for t in tensors)
+        with torch.no_grad():
+            if kind not in compiled:
+                compiled[kind] = torch._inductor.compile(read_again(name, given), tensors)
+            made = compiled[kind](*tensors)
+        outcome = _OUTCOMES[name]
+        results: list[Any] = [None] * outcome.results
+        for number, tensor in zip(outcome.made, made, strict=True):
+            results[number] = tensor
+        return results, outcome.extra
+
+    return run_compiled
+
+
+def read_again(name: str, given: Tensors) -> fx.GraphModule:
+    """One call of what the pass makes, into which the compiler looks this time."""
+    graph = fx.Graph()
+    places = [None if t is None else graph.placeholder(f"given_{number}") for number, t in enumerate(given)]
+    found = graph.call_function(made_by, (name, *places))
+    graph.output(tuple(graph.call_function(getitem, (found, i)) for i in range(len(_OUTCOMES[name].made))))
+    return fx.GraphModule({}, graph)
+
+
+def made_by(name: str, *given: Any) -> list[Tensor]:
+    run, static, _ = _PASSES[name]
+    results, _ = run(static, given)
+    return [results[number] for number in _OUTCOMES[name].made]
