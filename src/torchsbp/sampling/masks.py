@@ -4,13 +4,14 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import index
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import UsageError, UsageTimeError
-from . import samplers
+from . import operators, samplers
 from .area import Images
 from .captures import Captures
 from .drawing import Given, Kept, Plan, Sampled
@@ -87,6 +88,7 @@ class Masks:
         images, self.images = self.images, None
         if images is not None and len(images.sizes) != batch:
             raise UsageError(f"set_sizes was told of {len(images.sizes)} images, the model was given {batch}")
+        grid = tuple([index(size) for size in grid])  # constants under `torch.compile`, and so all that follows
         grids = []
         for shrinks in self.shrinks:
             for shrink in shrinks:
@@ -121,10 +123,12 @@ class Masks:
         self.pending = None
 
     def _replayed(self, forward: Forward) -> Drawn:
-        """Drawn; by a graph where the sampler is ours."""
-        if callable(self.sampler) or torch.compiler.is_compiling() or keeps_all(forward):
+        """Drawn; by a graph where the sampler is ours, and in a compiled step by an operator."""
+        if callable(self.sampler) or keeps_all(forward):
             return self._draw(forward)
         batch, grids, ratios, step, images = forward
+        if torch.compiler.is_compiling():
+            return Drawn(batch, grids, operators.drawn(self.plan(forward), Given(batch, step, images)))
         depends = batch, grids, ratios, None if images is None else images.padded
 
         def draw(sizes: Tensor | None) -> Drawn:
