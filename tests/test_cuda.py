@@ -9,8 +9,10 @@ import torch.distributed as dist
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils._pytree import tree_leaves, tree_structure
 
 import torchsbp
+from torchsbp.sampling import operators
 
 from .models import LEAN, MODELS, images, tiny_vit
 from .oracle import check_step
@@ -144,6 +146,35 @@ def test_masks_are_drawn_as_one_launch(name, options, padded):
     copied(x), plain(x)
     found = torchsbp.kept(copied), torchsbp.kept(plain)
     assert all(torch.equal(found[0][site], found[1][site]) for site in found[0])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("options", [{}, {"per_sample": True, "per_block": False}, {"config": GRID}], ids=str)
+@pytest.mark.parametrize("name", ["vit", "convnext", "swin"])
+def test_compiled_masks_are_drawn_as_one_launch(name, options, padded):
+    """The same as in eager mode, from a graph too; what was drawn before stays as it is."""
+    _, model, x = pair(name, keep_ratio=0.5, scale="none", **options)
+    height, width = x.shape[-2:]
+    plain, found, expected = copy.deepcopy(model), [], []
+    torch._dynamo.reset()
+    operators.release()
+    run = torch.compile(entry_of(model), fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for i in range(4):
+            for its in (model, plain) if padded else ():
+                torchsbp.set_sizes(its, [(height - 4 * i, width)] * len(x), (height, width))
+            run(x), entry_of(plain)(x)
+            found.append(entry_of(model).sbp.masks.drawn)
+            expected.append(entry_of(plain).sbp.masks.drawn)
+    (captured,) = operators.CAPTURES.graphs.values()
+    assert captured is not None
+    assert tree_structure(found) == tree_structure(expected)
+    for a, b in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b
+    copied = copy.deepcopy(model)
+    torch.compile(entry_of(copied), fullgraph=True)(x), entry_of(plain)(x)
+    kept, wanted = torchsbp.kept(copied), torchsbp.kept(plain)
+    assert all(torch.equal(kept[site], wanted[site]) for site in wanted)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")

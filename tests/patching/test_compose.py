@@ -13,7 +13,7 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 import torchsbp
-from torchsbp.sampling import masks
+from torchsbp.sampling import drawing
 
 from ..counting import SavedBytes
 from ..models import LEAN, images, tiny_vit
@@ -200,7 +200,7 @@ def average_of_ranks(monkeypatch, masks_step: int, **options) -> dict[str, torch
     """What two processes must find: each half of the batch with the masks of its rank."""
     model = torchsbp.apply(LEAN["vit"].model(), **options)
     for rank in range(2):
-        monkeypatch.setattr(masks, "_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(drawing, "rank", lambda rank=rank: rank)
         torchsbp.set_step(model, masks_step)
         model(images(4)[2 * rank : 2 * rank + 2]).square().sum().backward()
     return {n: p.grad / 2 for n, p in model.named_parameters()}

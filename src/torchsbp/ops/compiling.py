@@ -74,6 +74,18 @@ def op(function: type[torch.autograd.Function]) -> Call:
     return run
 
 
+def one_call(function: Call) -> Call:
+    """The function, of tensors and constants, which to a compiler is one call."""
+
+    def run(*given: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _are_calls()
+        return function(*given)
+
+    _CALLS.append(function)
+    return run
+
+
 def _are_calls() -> bool:
     """True: the compiler has been told. Not when this file is imported, as that would import the compiler."""
     for call in _CALLS:

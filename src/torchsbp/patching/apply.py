@@ -12,7 +12,7 @@ from ..config import KeepRatio, SBPConfig, configured
 from ..errors import UsageError, UsageTimeError, expect, shown
 from ..ops import graphs
 from ..ops.rules import RULES
-from ..sampling import schedules
+from ..sampling import operators, schedules
 from ..sampling.area import Images
 from ..sampling.masks import Masks, SiteSpec
 from . import lean, pointwise, replay, windowed  # noqa: F401  their strategies are registered
@@ -71,6 +71,7 @@ def remove(model: Model) -> Model:
         unbind_entry(module)
         unbind(module)
     graphs.release()
+    operators.release()
     return model
 
 

@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -75,11 +76,17 @@ def views(content: Tensor, parts: list[Part]) -> list[Tensor]:
     return [content[part.begin : part.end].view(part.dtype).view(part.shape) for part in parts]
 
 
+Pack = Callable[[Any, list[Any], torch.device], Any]
+"""Of a tree, constants in it and a device: what has a ``copy``."""
+Key = tuple[StorageWeakRef, int, torch.device, int, Hashable]
+"""The step counter's memory, device and stream, and what else decides."""
+
+
 class Captured(NamedTuple):
     """What draws again, what it draws, and where it reads the images' sizes."""
 
     replay: Callable[[], None]
-    packed: Packed
+    packed: Any
     sizes: Tensor | None
 
     def drawn(self, sizes: Tensor | None) -> Any:
@@ -91,14 +98,15 @@ class Captured(NamedTuple):
 
 class Captures:
     """The graphs by what they depend on: the first time something is drawn as it stands, the second time captured. A
-    copy of a model has its own."""
+    copy of a model has its own. ``pack`` says how that is held which a graph draws, and copied."""
 
-    def __init__(self) -> None:
-        self.graphs: OrderedDict[Hashable, Captured | None] = OrderedDict()
+    def __init__(self, pack: Pack = pack) -> None:
+        self.pack = pack
+        self.graphs: OrderedDict[Key, Captured | None] = OrderedDict()
         self.pools: WeakValueDictionary[Hashable, Pool] = WeakValueDictionary()
 
     def __reduce__(self) -> Any:
-        return Captures, ()
+        return Captures, (self.pack,)
 
     def drawn(
         self, draw: Callable[[Tensor | None], Drawn], sizes: Tensor | None, step: Tensor, depends: Hashable
@@ -107,8 +115,9 @@ class Captures:
         if not step.is_cuda or _get_current_dispatch_mode() is not None or torch.cuda.is_current_stream_capturing():
             return draw(sizes)
         stream = torch.cuda.current_stream(step.device).cuda_stream
-        key = (step.data_ptr(), step.device, stream, depends)
+        key = (StorageWeakRef(step.untyped_storage()), step.data_ptr(), step.device, stream, depends)
         if key not in self.graphs:
+            self.let_go()
             self.graphs[key] = None
             if len(self.graphs) > HELD:
                 self.graphs.popitem(last=False)
@@ -117,11 +126,16 @@ class Captures:
         captured = self.graphs[key] = self.graphs[key] or self.capture(draw, sizes, step.device)
         return captured.drawn(sizes)
 
+    def let_go(self) -> None:
+        """Of graphs whose step counter is gone, with its model."""
+        for key in [key for key in self.graphs if key[0].expired()]:
+            del self.graphs[key]
+
     def capture(self, draw: Callable[[Tensor | None], Any], sizes: Tensor | None, device: torch.device) -> Captured:
         own = None if sizes is None else sizes.clone()
         stream = torch.cuda.current_stream(device).cuda_stream
         pool = self.pools.get((device, stream)) or Pool(device)
         self.pools[device, stream] = pool
         with holding() as constants:
-            packed, replay = pool.record(lambda: pack(draw(own), constants, device))
+            packed, replay = pool.record(lambda: self.pack(draw(own), constants, device))
         return Captured(replay, packed, own)

@@ -4,18 +4,17 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import index
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import UsageError, UsageTimeError
-from ..ops.constants import constant, range_of
-from ..ops.device import device_of
-from ..ops.windows import Windows
-from . import area, samplers, windows
+from . import operators, samplers
 from .area import Images
 from .captures import Captures
+from .drawing import Given, Kept, Plan, Sampled
 from .windows import Grid, Partition
 
 
@@ -28,16 +27,6 @@ class SiteSpec:
     stage: int
     heads: int = 0
     cut: Callable[[Grid], Partition] | None = None
-
-
-class Kept(NamedTuple):
-    """What a site keeps: rows, their inverse (where a device wants it), heads, and where the rows are in the windows of
-    its attention. None: all; no windows."""
-
-    rows: Tensor | None = None
-    inverse: Tensor | None = None
-    heads: Tensor | None = None
-    windows: Windows | None = None
 
 
 class Forward(NamedTuple):
@@ -64,15 +53,6 @@ class Drawn(NamedTuple):
     batch: int
     grids: tuple[Grid, ...]
     sites: tuple[Kept, ...]
-
-
-class Order(NamedTuple):
-    """Orders of the positions of a grid, one per mask, as they were drawn for these ratios with that key."""
-
-    order: Tensor
-    grid: Grid
-    ratios: tuple[float, ...]
-    key: Tensor
 
 
 class Masks:
@@ -108,6 +88,7 @@ class Masks:
         images, self.images = self.images, None
         if images is not None and len(images.sizes) != batch:
             raise UsageError(f"set_sizes was told of {len(images.sizes)} images, the model was given {batch}")
+        grid = tuple([index(size) for size in grid])  # constants under `torch.compile`, and so all that follows
         grids = []
         for shrinks in self.shrinks:
             for shrink in shrinks:
@@ -142,93 +123,35 @@ class Masks:
         self.pending = None
 
     def _replayed(self, forward: Forward) -> Drawn:
-        """Drawn; by a graph where the sampler is ours."""
-        if callable(self.sampler) or torch.compiler.is_compiling() or keeps_all(forward):
+        """Drawn; by a graph where the sampler is ours, and in a compiled step by an operator."""
+        if callable(self.sampler) or keeps_all(forward):
             return self._draw(forward)
-        images = forward.images
-        depends = forward.batch, forward.grids, forward.ratios, None if images is None else images.padded
+        batch, grids, ratios, step, images = forward
+        if torch.compiler.is_compiling():
+            return Drawn(batch, grids, operators.drawn(self.plan(forward), Given(batch, step, images)))
+        depends = batch, grids, ratios, None if images is None else images.padded
 
         def draw(sizes: Tensor | None) -> Drawn:
             its = None if images is None or sizes is None else images._replace(sizes=sizes)
             return self._draw(forward._replace(images=its))
 
-        return self.captures.drawn(draw, None if images is None else images.sizes, forward.step, depends)
+        return self.captures.drawn(draw, None if images is None else images.sizes, step, depends)
 
     def _draw(self, forward: Forward) -> Drawn:
-        assert forward.ratios is not None
         if keeps_all(forward):
-            return Drawn(forward.batch, forward.grids, (Kept(),) * len(self.sites))
-        samples = forward.batch if self.per_sample is True else 1
-        key = samplers.draw_key(self.seed, forward.step, _rank(), samples)
-        coarsest = forward.grids[max(site.stage for site in self.sites)]
-        drawn = None if self.per_block else self._order(forward, coarsest, forward.ratios, key)
-        rows: dict[int, Kept] = {}
-        for (stage, ratio, partition, _), numbers in self._alike(forward).items():
-            if drawn is not None:
-                found = self._rows(forward, drawn, stage, ratio, partition) * len(numbers)
-            else:
-                keys = samplers.more_keys(key, numbers[0], len(numbers))
-                own = self._order(forward, forward.grids[stage], (ratio,), keys)
-                found = self._rows(forward, own, stage, ratio, partition, len(numbers))
-            rows.update(zip(numbers, found, strict=True))
-        sites = []
-        for number, (site, ratio) in enumerate(zip(self.sites, forward.ratios, strict=True)):
-            kept, inverse, _, cut = rows[number]  # not _replace: torch 2.11 does not compile what that makes
-            sites.append(Kept(kept, inverse, self._heads(site.heads, ratio, key), cut))
-        return Drawn(forward.batch, forward.grids, tuple(sites))
-
-    def _alike(self, forward: Forward) -> dict[tuple[int, float, Partition | None, int], list[int]]:
-        """The numbers of the sites whose rows are drawn together: stage, ratio and windows decide about them. Those of
-        windows, and of padded images, have masks of their own one by one."""
-        assert forward.ratios is not None
-        alike: dict[tuple[int, float, Partition | None, int], list[int]] = {}
-        for number, (site, ratio) in enumerate(zip(self.sites, forward.ratios, strict=True)):
-            partition = None if site.cut is None else site.cut(forward.grids[site.stage])
-            apart = self.per_block and (partition is not None or forward.images is not None)
-            alike.setdefault((site.stage, ratio, partition, number if apart else 0), []).append(number)
-        return alike
-
-    def _order(self, forward: Forward, grid: Grid, ratios: tuple[float, ...], key: Tensor) -> Order:
-        order = samplers.ordered(self.sampler, grid, ratios, key)
-        counts = [samplers.count(self.sampler, grid, r) for r in ratios]
-        if self.per_sample == "balanced":
-            order = samplers.balanced(order, counts, forward.batch)
-        if forward.images is not None:  # what takes the place of padding differs from step to step
-            order = samplers.shuffle(order, counts, key)
-        return Order(order, grid, ratios, key)
-
-    def _rows(
-        self, forward: Forward, drawn: Order, stage: int, ratio: float, partition: Partition | None, sites: int = 1
-    ) -> list[Kept]:
-        """What so many sites keep, by orders that come site after site."""
-        if ratio == 1:
-            return [Kept()] * sites
-        order, coarse, ratios, key = drawn
-        fine, cut = forward.grids[stage], None
-        order = samplers.enlarge(order, coarse, fine)
-        counts = {r: samplers.enlarged_count(samplers.count(self.sampler, coarse, r), coarse, fine) for r in ratios}
-        if partition is not None:  # windows keep a few positions more or less than the order says: not always the same
-            order = samplers.shuffle(order, tuple(counts.values()), key)
-        if forward.images is not None:
-            order = area.images_first(order, area.outside(forward.images, fine))
-        if partition is None:
-            positions = samplers.first(order, counts[ratio])
+            sites = (Kept(),) * len(self.sites)
         else:
-            positions, cut = windows.first_in_each(order, partition, ratio)
-        if self.prefix:
-            always = range_of(self.prefix, order.device).expand(positions.shape[0], -1)
-            positions = torch.cat([always, self.prefix + positions], 1)
-        n = self.positions(fine)
-        first = _first_rows(forward.batch, n, order.device)
-        each = [(first + its).flatten() for its in positions.chunk(sites)]
-        return [Kept(rows, device_of(rows).inverse(rows, forward.batch * n), None, cut) for rows in each]
+            sites = self.plan(forward).draw(Given(forward.batch, forward.step, forward.images))
+        return Drawn(forward.batch, forward.grids, sites)
 
-    def _heads(self, heads: int, ratio: float, key: Tensor) -> Tensor | None:
-        """Kept heads of a site: a random subset, at least one, the same for the batch."""
-        if not heads or ratio == 1:
-            return None
-        order = samplers.SAMPLERS["random"]((heads,), (ratio,), key[:1])
-        return samplers.first(order, max(1, round(ratio * heads)))[0]
+    def plan(self, forward: Forward) -> Plan:
+        """How masks are drawn for these grids and ratios."""
+        assert forward.ratios is not None
+        sites = []
+        for site, ratio in zip(self.sites, forward.ratios, strict=True):
+            partition = None if site.cut is None else site.cut(forward.grids[site.stage])
+            sites.append(Sampled(site.stage, site.heads, ratio, partition))
+        return Plan(self.sampler, self.seed, self.per_sample, self.per_block, self.prefix, forward.grids, tuple(sites))
 
     def positions(self, grid: Grid) -> int:
         """Rows per sample."""
@@ -274,14 +197,3 @@ class Masks:
 
 def keeps_all(forward: Forward) -> bool:
     return all(ratio == 1 for ratio in forward.ratios or ())
-
-
-@constant
-def _first_rows(samples: int, n: int, device: torch.device) -> Tensor:
-    """Of samples of n rows each, ``[samples, 1]``."""
-    return torch.arange(samples, device=device)[:, None] * n
-
-
-def _rank() -> int:
-    distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0

@@ -1,0 +1,207 @@
+"""Drawing in a compiled step: one operator, into which the compiler does not look.
+
+It would make hundreds of small kernels of what a graph draws in one launch. The operator's name is all that its results
+depend on but tensors, the batch and the rank, written out: every process can read it, and nothing is kept for it.
+"""
+
+from ast import literal_eval
+from collections.abc import Hashable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..ops.compiling import captured_whole, one_call
+from ..ops.graphs import Groups
+from ..ops.window_attention import Cut
+from ..ops.windows import Windows
+from . import drawing
+from .area import Images
+from .captures import Captures
+from .drawing import Given, Kept, Plan, Sampled
+from .windows import Grid, Partition
+
+OWN = 4
+"""tensors of a site, the first ones, are drawn; the others follow from its windows and its ratio"""
+torch.library.define("torchsbp::draw", "(str name, Tensor step, Tensor? sizes, SymInt batch) -> Tensor[]")
+
+
+def drawn(plan: Plan, given: Given) -> tuple[Kept, ...]:
+    """``plan.draw`` in a compiled step."""
+    batch, step, images = given
+    sites = tuple([(s.stage, s.heads, s.ratio, numbers_in(s.partition)) for s in plan.sites])
+    how = plan.sampler, plan.seed, plan.per_sample, plan.per_block, plan.prefix, plan.grids, sites
+    name = named(*how, None if images is None else images.padded)
+    tensors = [*call(name, step, None if images is None else images.sizes, batch), None]
+    found = []
+    for site, numbers in zip(plan.sites, numbers_of(name, step.device), strict=True):
+        found.append(kept_of(site.partition, [tensors[number] for number in numbers]))
+    return tuple(found)
+
+
+def numbers_in(partition: Partition | None) -> tuple[Any, ...] | None:
+    """A partition as a compiler takes it for a constant."""
+    if partition is None:
+        return None
+    return partition.grid, partition.window, partition.shift, partition.pads_first, partition.strided
+
+
+def kept_of(partition: Partition | None, tensors: list[Any]) -> Kept:
+    """What a site keeps, of its tensors as ``tensors_of`` has them."""
+    rows, inverse, heads, *others = tensors
+    if partition is None or not others:
+        return Kept(rows, inverse, heads)
+    slots, slot_of_row, filled, regions, places, number = others
+    cut = Cut(places, regions, slots, number)
+    windows = Windows(partition.grid, partition.window, slot_of_row, slots, filled, regions, cut)
+    return Kept(rows, inverse, heads, windows)
+
+
+def tensors_of(kept: Kept) -> list[Tensor | None]:
+    rows, inverse, heads, windows = kept
+    if windows is None:
+        return [rows, inverse, heads]
+    _, _, slot_of_row, slots, filled, regions, cut = windows
+    return [rows, inverse, heads, slots, slot_of_row, filled, regions, cut.places, cut.kept]
+
+
+def named(*constants: Any) -> str:
+    return repr(constants)
+
+
+@lru_cache(256)
+def plan_of(name: str) -> tuple[Plan, Grid | None]:
+    """What the name says, and the size that images are padded to."""
+    sampler, seed, per_sample, per_block, prefix, grids, sites, padded = literal_eval(name)
+    found = []
+    for stage, heads, ratio, cut in sites:
+        found.append(Sampled(stage, heads, ratio, None if cut is None else Partition(*cut)))
+    return Plan(sampler, seed, per_sample, per_block, prefix, grids, tuple(found)), padded
+
+
+class Kind(NamedTuple):
+    """Of a tensor: its precision, and of each size what it is without samples and what every sample adds."""
+
+    dtype: torch.dtype
+    sizes: tuple[tuple[int, int], ...]
+
+    def shape(self, batch: int) -> list[int]:
+        return [fixed + batch * each if each else fixed for fixed, each in self.sizes]
+
+
+class Layout(NamedTuple):
+    """Which of the operator's tensors every site has (-1: none); of each of them where it is first among those of all
+    sites, and its kind."""
+
+    numbers: tuple[tuple[int, ...], ...]
+    firsts: list[int]
+    kinds: list[Kind]
+
+
+@lru_cache(256)
+def layout(name: str, device: torch.device) -> Layout:
+    """Every tensor once. What each is can be told when two batches are drawn: sizes grow with them, or do not."""
+    two, three = (without_data(name, device, batch) for batch in (2, 3))
+    keys = [keys_of(site, kept) for site, kept in zip(plan_of(name)[0].sites, two, strict=True)]
+    flat = [key for of_site in keys for key in of_site]
+    once = [key for key in dict.fromkeys(flat) if key is not None]
+    number = {None: -1} | {key: number for number, key in enumerate(once)}
+    firsts = [flat.index(key) for key in once]
+    pairs = list(zip(flattened(two), flattened(three), strict=True))
+    numbers = tuple(tuple(number[key] for key in of_site) for of_site in keys)
+    return Layout(numbers, firsts, [kind(*pairs[first]) for first in firsts])
+
+
+def keys_of(site: Sampled, kept: Kept) -> list[Hashable]:
+    """What tells the tensors of a site from those of others; None where there is none."""
+    found = enumerate(tensors_of(kept))
+    return [None if t is None else id(t) if i < OWN else (i, site.ratio, site.partition) for i, t in found]
+
+
+def kind(two: Any, three: Any) -> Kind:
+    """By the same tensor of two batches."""
+    return Kind(two.dtype, tuple((3 * a - 2 * b, b - a) for a, b in zip(two.shape, three.shape, strict=True)))
+
+
+def without_data(name: str, device: torch.device, batch: int) -> tuple[Kept, ...]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    plan, padded = plan_of(name)
+    with _disable_current_modes(), FakeTensorMode():
+        sizes = None if padded is None else torch.ones(batch, 2, dtype=torch.int64, device=device)
+        return plan.draw(given_for(torch.zeros((), dtype=torch.int64, device=device), sizes, batch, padded))
+
+
+def given_for(step: Tensor, sizes: Tensor | None, batch: int, padded: Grid | None) -> Given:
+    return Given(batch, step, None if sizes is None or padded is None else Images(sizes, padded))
+
+
+def flattened(sites: tuple[Kept, ...]) -> list[Any]:
+    return [tensor for kept in sites for tensor in tensors_of(kept)]
+
+
+def distinct(name: str, step: Tensor, sizes: Tensor | None, batch: int) -> list[Tensor]:
+    """All tensors that are drawn, each once."""
+    plan, padded = plan_of(name)
+    found = flattened(plan.draw(given_for(step, sizes, batch, padded)))
+    return [found[first] for first in layout(name, step.device).firsts]
+
+
+def copied(tensors: list[Tensor]) -> list[Tensor]:
+    found = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+    Groups(tensors).copy(found, tensors)
+    return found
+
+
+class Lent(NamedTuple):
+    """What a graph draws, of which everyone has a copy: to a compiler, results of an operator are memory of their own.
+    ``constants`` are held."""
+
+    tensors: list[Tensor]
+    constants: list[Any]
+
+    def copy(self) -> list[Tensor]:
+        return copied(self.tensors)
+
+
+def lent(tensors: list[Tensor], constants: list[Any], device: torch.device) -> Lent:
+    return Lent(tensors, constants)
+
+
+CAPTURES = Captures(lent)
+"""For the step counters of all models; those of models that are gone are let go with the next."""
+
+
+def release() -> None:
+    """Let masks be captured anew, and give the memory of graphs back."""
+    CAPTURES.graphs.clear()
+
+
+@torch.library.impl("torchsbp::draw", "default")
+def _draw(name: str, step: Tensor, sizes: Tensor | None, batch: int) -> list[Tensor]:
+    def draw(sizes: Tensor | None) -> list[Tensor]:
+        return copied(distinct(name, step, sizes, batch))
+
+    return CAPTURES.drawn(draw, sizes, step, (name, batch, drawing.rank()))
+
+
+@torch.library.register_fake("torchsbp::draw")
+def _kinds(name: str, step: Tensor, sizes: Tensor | None, batch: int) -> list[Tensor]:
+    return [step.new_empty(kind.shape(batch), dtype=kind.dtype) for kind in layout(name, step.device).kinds]
+
+
+@one_call
+def call(name: str, step: Tensor, sizes: Tensor | None, batch: int) -> list[Tensor]:
+    """The operator; but what is captured as a whole, with everything around it, needs no graph of its own."""
+    return (distinct if captured_whole() else torch.ops.torchsbp.draw)(name, step, sizes, batch)
+
+
+def numbers_of(name: str, device: torch.device) -> tuple[tuple[int, ...], ...]:
+    return layout(name, device).numbers
+
+
+# As torch.compiler.assume_constant_result has it: run when they are read.
+setattr(named, "_dynamo_marked_constant", True)  # noqa: B010
+setattr(numbers_of, "_dynamo_marked_constant", True)  # noqa: B010
