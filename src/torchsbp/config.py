@@ -46,8 +46,8 @@ class SBPConfig:
       block, saved in bfloat16 if products are (least memory). False: that input and the results of matrix products are
       saved, for kept rows. A number in between: that share of the blocks recomputes, the first ones. Blocks that are
       not sampled run the same way, with exact gradients.
-    - ``capture``: small passes of blocks are replayed from CUDA graphs in eager mode on a GPU. That is faster, and
-      holds some memory; False: never.
+    - ``capture``: on a GPU masks and small passes of blocks are replayed from CUDA graphs. That is faster, and holds
+      some memory. False: never; for steps that are captured as a whole.
     - ``seed``: masks are a pure function of (seed, step, rank).
     """
 

@@ -19,6 +19,7 @@ Call = Callable[..., Any]
 _CALLS: list[Call] = []
 _KINDS: dict[str, type[Any]] = {}
 _shapes_alone = False
+_captured_later = False
 
 
 def compiling() -> bool:
@@ -52,6 +53,21 @@ def shapes_alone() -> Iterator[None]:
         yield
     finally:
         _shapes_alone = before
+
+
+def read_to_be_captured() -> bool:
+    """Whether what a compiler reads is a pass by itself, which will be captured."""
+    return _captured_later
+
+
+@contextmanager
+def captured_later() -> Iterator[None]:
+    global _captured_later
+    before, _captured_later = _captured_later, True
+    try:
+        yield
+    finally:
+        _captured_later = before
 
 
 def call_named(what: str, *depends: Any) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import rows as R
-from .compiling import compiling
+from .compiling import compiling, read_to_be_captured
 from .graphs import LARGEST, Pass, Tensors, run_pass, seen
 from .kernel_steps import KernelSteps, keep_rows, rotated, scaled_last_layer, take_rows
 from .launch import launch
@@ -243,7 +243,9 @@ class CUDA(Device):
         return run_pass(run, static, given, given[0].device)
 
     def capturing(self) -> bool:
-        return not compiling() and (torch.cuda.is_current_stream_capturing() or seen())
+        if compiling():
+            return read_to_be_captured()
+        return torch.cuda.is_current_stream_capturing() or seen()
 
     def inverse(self, rows: Tensor, size: int) -> Grad:
         return R.inverse(rows, size)

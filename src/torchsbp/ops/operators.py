@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from .compiling import call_named, read_by_inductor, shapes_alone
+from .compiling import call_named, captured_later, read_by_inductor, shapes_alone
 from .graphs import Pass, Tensors, passed, run_pass, with_passed
 
 
@@ -126,5 +126,6 @@ def read_again(name: str, given: Tensors) -> fx.GraphModule:
 
 def made_by(name: str, *given: Any) -> list[Tensor]:
     run, static, _ = _PASSES[name]
-    results, _ = run(static, given)
+    with captured_later():
+        results, _ = run(static, given)
     return [results[number] for number in _OUTCOMES[name].made]

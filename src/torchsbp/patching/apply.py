@@ -170,6 +170,7 @@ def strategies_for(
         layout.prefix_of(model),
         tuple(stage.shrinks(model) for stage in layout.stages_of(model)),
         tuple(site_spec(its, rule.heads) for its in sampled),
+        config.capture,
     )
     modules = tuple(SampledModule(s.name, s.module, s.depth, s.description) for s in sampled if s.depth is not None)
     entry = Entry(config, masks, layout, modules, f"{name}." if name else "")

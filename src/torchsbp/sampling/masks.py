@@ -61,7 +61,7 @@ class Masks:
 
     ``shrinks`` has what every stage does to the grid at first; ``ratios`` the keep-ratio of every site, None while a
     schedule has not been told the step. The step counter is a buffer of the entry module, so that it follows the model
-    to its device.
+    to its device. Unless they may be captured (``capture``), masks are drawn as they stand.
     """
 
     def __init__(
@@ -73,9 +73,10 @@ class Masks:
         prefix: int,
         shrinks: tuple[tuple[Callable[[Grid], Grid], ...], ...],
         sites: tuple[SiteSpec, ...],
+        capture: bool = True,
     ) -> None:
         self.sampler, self.seed, self.per_sample, self.per_block = sampler, seed, per_sample, per_block
-        self.prefix, self.shrinks, self.sites = prefix, shrinks, sites
+        self.prefix, self.shrinks, self.sites, self.capture = prefix, shrinks, sites, capture
         self.ratios: tuple[float, ...] | None = None
         self.images: Images | None = None  # of the next forward
         self.pending: Forward | None = None  # masks are not drawn yet
@@ -123,8 +124,8 @@ class Masks:
         self.pending = None
 
     def _replayed(self, forward: Forward) -> Drawn:
-        """Drawn; by a graph where the sampler is ours, and in a compiled step by an operator."""
-        if callable(self.sampler) or keeps_all(forward):
+        """Drawn; by a graph where that is allowed and the sampler is ours, in a compiled step by an operator."""
+        if not self.capture or callable(self.sampler) or keeps_all(forward):
             return self._draw(forward)
         batch, grids, ratios, step, images = forward
         if torch.compiler.is_compiling():
