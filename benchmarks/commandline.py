@@ -20,6 +20,7 @@ def parser(doc: str | None, models: list[str] = MEASURED, methods: list[str] | N
     result = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--models", nargs="+", default=models, choices=list(MODELS), metavar="MODEL")
     result.add_argument("--methods", nargs="+", default=methods, choices=list(METHODS), metavar="METHOD")
+    result.add_argument("--cases", nargs="+", metavar="MODEL:METHOD", help="these alone, instead of all pairs")
     result.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     result.add_argument("--float32", dest="bf16", action="store_false", help="no autocast")
     result.add_argument("--steps", type=int, default=30)
@@ -32,7 +33,9 @@ def parser(doc: str | None, models: list[str] = MEASURED, methods: list[str] | N
 
 
 def settings(args: argparse.Namespace) -> list[Setting]:
-    """Every chosen method in every mode and model that it is made for, in the registries' order."""
+    """Every chosen method, or case, in every mode and model that it is made for, in the registries' order."""
+    if args.cases:
+        return cases(args)
     given = {f.name: getattr(args, f.name) for f in fields(Setting) if hasattr(args, f.name)}
     return [
         Setting(model, title, mode, **given)
@@ -44,6 +47,18 @@ def settings(args: argparse.Namespace) -> list[Setting]:
         and title in (args.methods or spec.methods or METHODS)
         and method.suits(model, mode)
     ]
+
+
+def cases(args: argparse.Namespace) -> list[Setting]:
+    """Those that are given by name."""
+    found: list[Setting] = []
+    for case in args.cases:
+        model, _, method = case.partition(":")
+        alone = settings(argparse.Namespace(**vars(args) | {"cases": None, "models": [model], "methods": [method]}))
+        if not alone:
+            raise SystemExit(f"--cases: {case!r} is no model and method, MODEL:METHOD, that suit each other")
+        found += alone
+    return found
 
 
 def environment(args: argparse.Namespace) -> dict[str, str]:

@@ -116,6 +116,7 @@ METHODS = {
     "sbp query r=0.25, all blocks": sbp(keep_ratio=0.25, blocks=1.0),
     "own rows r=0.5": sbp(config=SBPConfig(), keep_ratio=0.5),
     "own rows r=0.25": sbp(config=SBPConfig(), keep_ratio=0.25),
+    "own rows r=0.25, 9 of 12 blocks": sbp(config=SBPConfig(), keep_ratio=0.25, blocks=0.75, only="vit"),
     "sbp frames r=0.5": sbp(keep_ratio=0.5, sampler="frames", only="video"),
     "sbp frames r=0.25": sbp(keep_ratio=0.25, sampler="frames", only="video"),
     "sbp frames r=0.125": sbp(keep_ratio=0.125, sampler="frames", only="video"),

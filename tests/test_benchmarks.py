@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -98,6 +99,17 @@ def test_where_methods_run(bench):
     assert titles("vit", "compiled") - titles("vit", "eager") == {"budget 0.5"}
     assert titles("vit", "eager") - titles("vit", "compiled") == {"offload"}
     assert not any("qkv" in title or "algorithm" in title for title in titles("convnext", "eager"))
+
+
+def test_cases_by_name(bench):
+    chosen = {"modes": None, "device": "cpu", "bf16": True, "cases": ["swin_tiny:full", "vit_base_64:own rows r=0.25"]}
+    found = bench.commandline.settings(Namespace(**chosen))
+    pairs = [("swin_tiny", "full"), ("vit_base_64", "own rows r=0.25")]
+    assert [(its.model, its.method, its.mode) for its in found] == [
+        (*pair, mode) for pair in pairs for mode in ("eager", "compiled")
+    ]
+    with pytest.raises(SystemExit, match=r"'swin_tiny:sbp qkv r=0.5' is no model and method"):
+        bench.commandline.settings(Namespace(**chosen | {"cases": ["swin_tiny:sbp qkv r=0.5"]}))
 
 
 def test_flops_scale_with_the_batch_and_count_what_is_left_out(bench):

@@ -148,6 +148,7 @@ def test_masks_are_drawn_as_one_launch(name, options, padded):
     assert all(torch.equal(found[0][site], found[1][site]) for site in found[0])
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # Inductor's, on what is not enabled here
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("options", [{}, {"per_sample": True, "per_block": False}, {"config": GRID}], ids=str)
 @pytest.mark.parametrize("name", ["vit", "convnext", "swin"])

@@ -11,10 +11,11 @@ from torch import nn
 
 import torchsbp
 from torchsbp import SBPConfig
+from torchsbp.patching.lean import TransformerBlock
 from torchsbp.patching.site import Site
 
 from ..counting import PRODUCTS, SavedBytes, counting_backend
-from ..models import WINDOWS
+from ..models import MODELS, WINDOWS
 from ..oracle import check_definition
 from ..steps import (
     GRID,
@@ -82,6 +83,21 @@ def test_image_sizes_may_change(name):
         fresh = family.model()
         check_definition(fresh, SBPConfig(keep_ratio=0.5), x)
         assert_gradients(found, gradients_of(fresh))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", ["torchvision maxvit", "maxvit channels first", "coatnet"])
+def test_maps_lie_in_memory_as_they_were_given(name, layout):
+    """So that the convolutions that follow are those of the plain model."""
+    model = torchsbp.apply(MODELS[name].model().to(memory_format=layout), keep_ratio=0.5)
+    blocks = [its for its in model.modules() if isinstance(its, Site) and isinstance(its.sbp, TransformerBlock)]
+    found = []
+    for block in blocks:
+        block.register_forward_hook(lambda block, given, y: found.append((given[0], y)))
+    model(MODELS[name].images().to(memory_format=layout))
+    maps = [pair for pair in found if pair[0].dim() == 4]
+    assert maps
+    assert all(y.is_contiguous(memory_format=layout) for x, y in maps if x.is_contiguous(memory_format=layout))
 
 
 @pytest.mark.parametrize("recompute", [True, False])

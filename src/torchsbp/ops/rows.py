@@ -49,9 +49,13 @@ def channels_last(x: Tensor, dim: int = 1) -> Tensor:
     return x if dim == 1 else x.movedim(1, -1)
 
 
-def channels_back(x: Tensor, dim: int = 1) -> Tensor:
-    """The inverse of ``channels_last``."""
-    return x if dim == 1 else x.movedim(-1, 1)
+def channels_back(x: Tensor, dim: int = 1, given: Tensor | None = None) -> Tensor:
+    """The inverse of ``channels_last``. Where the map ``given`` lay in memory as ``[B, C, ...]``, so does this one: the
+    model's own layers that follow are used to that."""
+    if dim == 1:
+        return x
+    x = x.movedim(-1, 1)
+    return x.contiguous() if given is not None and given.is_contiguous() else x
 
 
 def count(x: Tensor, dim: int = 1) -> int:

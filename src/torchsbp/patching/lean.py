@@ -100,7 +100,7 @@ class BiasedBlock(TransformerBlock):
         names: L.BiasedBlock = self.description
         given = {name: kwargs.pop(name) for name in names.arguments if name in kwargs}
         self.refuse_arguments(module, args, kwargs)
-        x = R.channels_last(x, names.dim)
+        given_map, x = x, R.channels_last(x, names.dim)
         batch, n = x.shape[0], R.count(x)
         # Before stochastic depth is drawn: the bias may be random, and the block's own forward has this order.
         bias, parts = names.score_bias(module, n, **given), self.parts(module, x)
@@ -109,7 +109,7 @@ class BiasedBlock(TransformerBlock):
             self.check_bias(module, bias, parts.attention_spec.heads, n)
             parts = parts._replace(attention=parts.attention._replace(score_bias=bias.flatten(0, -3)))
             cut = one_window(n, self.sampling.kept(batch, n).rows, batch, x.device)
-        y = R.channels_back(self.block(x, parts, cut), names.dim)
+        y = R.channels_back(self.block(x, parts, cut), names.dim, given_map)
         return (y, None) if names.pair else y
 
     def check_bias(self, module: nn.Module, bias: Tensor, heads: int, n: int) -> None:

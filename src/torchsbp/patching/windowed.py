@@ -25,7 +25,7 @@ class WindowBlock(TransformerBlock):
 
     def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         parts: A.WindowBlock = self.description
-        x = R.channels_last(x, parts.dim)
+        given, x = x, R.channels_last(x, parts.dim)
         kept, grid = self.sampling.kept(x.shape[0], R.count(x)), grid_of(x, *args, **kwargs)
         if kept.windows is not None:
             parts.check_call(module, grid, kwargs)
@@ -35,7 +35,7 @@ class WindowBlock(TransformerBlock):
         bias = parts.score_bias(find(module, parts.attention), partition.window).flatten(0, -3)
         block = self.parts(module, x)
         block = block._replace(attention=block.attention._replace(score_bias=bias))
-        y = through(module, parts.last, R.channels_back(self.block(x, block, cut), parts.dim))
+        y = through(module, parts.last, R.channels_back(self.block(x, block, cut), parts.dim, given))
         return (y, None) if parts.pair else y
 
 
