@@ -55,7 +55,7 @@ def test_an_adapter_of_your_own_is_listed(capsys):
 
 
 def told(recommended: Recommended) -> list[str]:
-    parts = [(name, ", ".join(f"{k}={v:g}" for k, v in its.items())) for name, its in recommended._asdict().items()]
+    parts = [(name, ", ".join(f"{k}={v}" for k, v in its.items())) for name, its in recommended._asdict().items()]
     return [f"  {name}: {options}" for name, options in parts]
 
 

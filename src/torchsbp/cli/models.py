@@ -140,7 +140,7 @@ def describe(name: str, about: dict[str, Any]) -> str:
 def recommendations(recommended: dict[str, dict[str, Any]]) -> Iterator[str]:
     """What the presets of these names are for the family."""
     for preset, options in recommended.items():
-        yield f"  {preset}: " + ", ".join(f"{option}={value:g}" for option, value in options.items())
+        yield f"  {preset}: " + ", ".join(f"{option}={value}" for option, value in options.items())
 
 
 def group(found: list[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:

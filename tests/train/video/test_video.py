@@ -120,7 +120,7 @@ def test_blocks_of_the_paper():
         from torchvision.models import get_model
 
         with torch.device("meta"):
-            model = torchsbp.apply(get_model(name), sampler="frames")
+            model = torchsbp.apply(get_model(name), keep_ratio=0.5, sampler="frames")
         sampled = [
             site.name for entry, _ in torchsbp.patching.apply.patched_entries(model) for site in entry.masks.sites
         ]
