@@ -84,7 +84,7 @@ CALLS = {
     "blocks, a filter": (lambda: vit(blocks=lambda name: True), r"blocks must be a function of \(name, module\), foun"),
     "an empty batch": (lambda: vit()(IMAGES[:0]), r"batch is empty \(input of shape \(0, 3, 32, 32\)\): .* skip it"),
     "frames": (lambda: torchsbp.sbp_frames(LAYER, 3, step=0), r"video=3 is of type int; allowed: a tensor \[batch, fr"),
-    "frames, ratio": (lambda: torchsbp.sbp_frames(LAYER, X, "fast", step=0), r"keep_ratio='fast' is known for familie"),
+    "frames, ratio": (lambda: torchsbp.sbp_frames(LAYER, X, "fast", step=0), r"keep_ratio='fast' suits a mod"),
     "frames, step": (lambda: torchsbp.sbp_frames(LAYER, X, step=None), r"step=None is of type NoneType; allowed: the "),
     "frames, chunk": (lambda: torchsbp.sbp_frames(LAYER, X, step=0, chunk=0), r"chunk=0 is not allowed; allowed: None"),
     "frames, sampler": (

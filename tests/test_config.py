@@ -60,16 +60,16 @@ def test_presets():
 @pytest.mark.parametrize("text", ["quick", "Default", "0.5", ""])
 def test_a_name_that_is_none_is_refused_with_those_that_are(text):
     names = re.escape(", ".join(map(repr, NAMES)))
-    message = rf"keep_ratio='{text}' is not allowed; allowed: a number in \(0, 1\], .*recommended: {names}$"
+    message = rf"keep_ratio='{text}' is not allowed; allowed: a number in \(0, 1\], .* for the model's family: {names}$"
     with pytest.raises(UsageError, match=message):
         SBPConfig(keep_ratio=text)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_stands_for_all_blocks_and_steps(name):
-    with pytest.raises(UsageError, match=rf"keep_ratio\[0\]='{name}' is known for families.*; here give a number in"):
+    with pytest.raises(UsageError, match=rf"keep_ratio\[0\]='{name}' suits a model's family, .*; give a number in"):
         SBPConfig(keep_ratio=[name, 0.5])
-    with pytest.raises(UsageError, match=rf"ratio at step 0='{name}' is known for families.*; here give a number in"):
+    with pytest.raises(UsageError, match=rf"ratio at step 0='{name}' suits a model's family, .*; give a number in"):
         torchsbp.schedules.Milestones(((0, name),))
 
 

@@ -44,7 +44,7 @@ def run(argv: list[str]) -> None:
     }
     model, methods, notes = build(named.build), args.methods or METHODS, []
     chosen = {describe(configs[method], model): configs[method] for method in methods}
-    if len(chosen) < len(set(methods)):
+    if len(chosen) < len(set(methods)) and "keep_ratio" not in given:
         notes.append("sbp is exact: nothing that is sampled is recommended for this model; --keep-ratio samples")
     estimates = predictions(model, args, shape, chosen, notes)
     measuring = torch.cuda.is_available() and not args.predict

@@ -16,7 +16,7 @@ Ratio = float | tuple[float, ...]
 def check_ratio(value: Any, name: str = "keep_ratio") -> float:
     """The value as a float, if it is a number in (0, 1]."""
     if isinstance(value, str) and value in NAMES:
-        raise UsageTypeError(f"{name}={value!r} is known for families of models; here give a number in (0, 1]")
+        raise UsageTypeError(f"{name}={value!r} suits a model's family, and here is none; give a number in (0, 1]")
     if isinstance(value, bool) or not isinstance(value, Real):
         raise UsageTypeError(f"{name} must be a number in (0, 1], found {value!r} of type {type(value).__name__}")
     ratio = float(value)
@@ -105,6 +105,6 @@ def validate(keep_ratio: Any) -> Ratio | Milestones | str:
         names = ", ".join(map(repr, NAMES))
         raise UsageTypeError(
             f"keep_ratio={keep_ratio!r} is not allowed; allowed: a number in (0, 1], a pair (first, last), one number "
-            f"per block, Milestones, or the name of what the model's family is recommended: {names}"
+            f"per block, Milestones, or a name of what is recommended for the model's family: {names}"
         )
     return keep_ratio if isinstance(keep_ratio, Milestones | str) else _ratio(keep_ratio)

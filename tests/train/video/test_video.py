@@ -187,7 +187,7 @@ def test_a_share_of_frames_is_a_number(tmp_path, capsys, preset):
     """A family's is one of positions."""
     path = recipe_of(tmp_path, "vit_tiny_patch16_224", VIT, {"preset": preset, "sampler": "frames"})
     assert train([path]) == 2
-    message = f"sbp.keep_ratio='{preset}' is known for families of models; here give a number in (0, 1]"
+    message = f"sbp.keep_ratio='{preset}' suits a model's family, and here is none; give a number in (0, 1]"
     assert message in capsys.readouterr().err
 
 
