@@ -231,8 +231,8 @@ def test_a_ratio_that_is_a_name_is_that_of_the_models_family(transformers, tmp_p
     for model in (plain(), torchsbp.apply(plain(), name), torchsbp.apply(plain(), **getattr(VIT, name))):
         trainer = transformers.trainer(Classifier(model), tmp_path, callback, steps=1)
         trainer.train()
-        ratios = {line["sbp/keep_ratio"] for line in trainer.state.log_history if "loss" in line}
-        assert ratios == {getattr(VIT, name)["keep_ratio"]}
+        (ratio,) = [line["sbp/keep_ratio"] for line in trainer.state.log_history if "loss" in line]
+        assert ratio == pytest.approx(getattr(VIT, name)["keep_ratio"])  # a mean over blocks
     other = transformers.trainer(Classifier(torchsbp.apply(plain(), 0.9)), tmp_path, callback, steps=1)
     with pytest.raises(ValueError, match=rf"patched with SBPConfig\(keep_ratio=0.9.* has SBP.*keep_ratio='{name}'"):
         other.train()
