@@ -2,6 +2,9 @@
 
 import copy
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,8 +12,9 @@ import torch._dynamo
 from torch import Tensor, nn
 
 import torchsbp
-from torchsbp import SBPConfig
+from torchsbp import SBPConfig, adapters
 from torchsbp.patching.entry import entries
+from torchsbp.sampling.recommended import Recommended
 
 Gradients = dict[str, Tensor]
 GRID = SBPConfig.preset("paper", attention="query")
@@ -43,6 +47,17 @@ def entry_of(model: nn.Module) -> nn.Module:
 def sampled_in(model: nn.Module) -> list[str]:
     """The names of the sampled modules in their backbone."""
     return [site.name for entry, _ in entries(model) for site in entry.masks.sites]
+
+
+@contextmanager
+def recommending(recommended: Recommended, adapter: adapters.Adapter) -> Iterator[None]:
+    """Inside, this is what keep-ratios that are names mean for the adapter's family."""
+    known = list(adapters.ADAPTERS)
+    torchsbp.register(replace(adapter, recommended=recommended))
+    try:
+        yield
+    finally:
+        adapters.ADAPTERS[:] = known
 
 
 def distance(found: Gradients, exact: Gradients) -> Tensor:

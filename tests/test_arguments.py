@@ -66,7 +66,7 @@ CALLS = {
     ),
     "plan, configs": (lambda: torchsbp.plan(vit(), SHAPE, "1GiB", configs=[0.5]), r"config=0.5 is a number; a keep-ra"),
     "plan, no configs": (lambda: torchsbp.plan(vit(), SHAPE, "1GiB", configs=[]), r"configs is empty; allowed: None, "),
-    "plan, one": (lambda: torchsbp.plan(vit(), SHAPE, "1GiB", configs=SBPConfig()), r"configs=SBPConfig\(keep_ratio=1"),
+    "plan, one": (lambda: torchsbp.plan(vit(), SHAPE, "1GiB", configs=SBPConfig()), r"configs=SBPConfig\(keep_ratio="),
     "plan, headroom": (lambda: torchsbp.plan(vit(), SHAPE, "1GiB", headroom="x"), r"headroom='x' is not allowed; allo"),
     "measure": (lambda: torchsbp.measure(None, print), NOT_A_MODEL),
     "measure, step": (lambda: torchsbp.measure(vit(), 3), r"step=3 can't be called; allowed: a function that runs for"),
@@ -84,6 +84,7 @@ CALLS = {
     "blocks, a filter": (lambda: vit(blocks=lambda name: True), r"blocks must be a function of \(name, module\), foun"),
     "an empty batch": (lambda: vit()(IMAGES[:0]), r"batch is empty \(input of shape \(0, 3, 32, 32\)\): .* skip it"),
     "frames": (lambda: torchsbp.sbp_frames(LAYER, 3, step=0), r"video=3 is of type int; allowed: a tensor \[batch, fr"),
+    "frames, ratio": (lambda: torchsbp.sbp_frames(LAYER, X, "fast", step=0), r"keep_ratio='fast' suits a mod"),
     "frames, step": (lambda: torchsbp.sbp_frames(LAYER, X, step=None), r"step=None is of type NoneType; allowed: the "),
     "frames, chunk": (lambda: torchsbp.sbp_frames(LAYER, X, step=0, chunk=0), r"chunk=0 is not allowed; allowed: None"),
     "frames, sampler": (

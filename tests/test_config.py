@@ -1,6 +1,7 @@
 """The configuration: presets, what "auto" becomes, and that the estimator by default is unbiased."""
 
 import copy
+import re
 from dataclasses import fields
 
 import pytest
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 import torchsbp
 from torchsbp import SBPConfig
 from torchsbp.config import PRESETS, differing
+from torchsbp.errors import UsageError
+from torchsbp.sampling.recommended import NAMES
 
 from .models import MODELS
 from .steps import GRID, step
@@ -46,12 +49,28 @@ def test_what_is_left_to_us_suits_the_rest(given, per_sample, per_block, scale):
 
 def test_presets():
     assert SBPConfig.preset("default") == SBPConfig()
-    assert SBPConfig.preset("exact") == SBPConfig(keep_ratio=1.0) == SBPConfig()  # until evidence says otherwise
-    assert SBPConfig.preset("fast") == SBPConfig(keep_ratio=0.5)
+    assert SBPConfig.preset("exact") == SBPConfig(keep_ratio=1.0)
+    assert [SBPConfig.preset(name) for name in NAMES] == [SBPConfig(keep_ratio=name) for name in NAMES]
     assert SBPConfig.preset("default", keep_ratio=0.75) == SBPConfig(keep_ratio=0.75)
     paper = SBPConfig.preset("paper")
     assert (paper.keep_ratio, paper.sampler, paper.attention, paper.scope) == (0.5, "grid", "qkv", "branch")
     assert (paper.per_sample, paper.per_block, paper.scale, paper.exact_downsampling) == (False, False, "none", False)
+
+
+@pytest.mark.parametrize("text", ["quick", "Default", "0.5", ""])
+def test_a_name_that_is_none_is_refused_with_those_that_are(text):
+    names = re.escape(", ".join(map(repr, NAMES)))
+    message = rf"keep_ratio='{text}' is not allowed; allowed: a number in \(0, 1\], .* for the model's family: {names}$"
+    with pytest.raises(UsageError, match=message):
+        SBPConfig(keep_ratio=text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_stands_for_all_blocks_and_steps(name):
+    with pytest.raises(UsageError, match=rf"keep_ratio\[0\]='{name}' suits a model's family, .*; give a number in"):
+        SBPConfig(keep_ratio=[name, 0.5])
+    with pytest.raises(UsageError, match=rf"ratio at step 0='{name}' suits a model's family, .*; give a number in"):
+        torchsbp.schedules.Milestones(((0, name),))
 
 
 CHANGED = {

@@ -11,10 +11,18 @@ import torchsbp
 from torchsbp import SBPConfig, adapters
 from torchsbp.cli.main import commands
 from torchsbp.ops.reference import gate
+from torchsbp.sampling import recommended
 
 from .steps import assert_gradients, step
 
-PAGE = (Path(__file__).parents[1] / "docs" / "adapters.md").read_text()
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "adapters.md").read_text()
+FAMILIES = {
+    "ViTs of images": recommended.VIT,
+    "ConvNeXt": recommended.CONVNEXT,
+    "Swin": recommended.SWIN,
+    "all others": recommended.UNTRIED,
+}
 
 
 @pytest.fixture
@@ -91,3 +99,10 @@ def test_troubleshooting_names_what_exists_and_is_linked():
         assert not heading or heading in [
             re.sub(r" ", "-", its.lower().replace(".", "")) for its in re.findall(r"^## (.*)$", content, re.M)
         ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table_of_presets_is_what_is_recommended(family):
+    (row,) = [line for line in (DOCS / "usage.md").read_text().splitlines() if line.startswith(f"| {family}")]
+    cells = [", ".join(f"{name}={value:g}" for name, value in options.items()) for options in FAMILIES[family]]
+    assert row.endswith("".join(f" | `{cell}`" for cell in cells) + " |")

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from .errors import UsageError, UsageTypeError, check_calls, expect, shown
 from .ops.rules import RULES
 from .sampling import samplers, schedules
+from .sampling.recommended import NAMES, Recommended
 
 SCOPES = ("branch", "block")
 SCALES = ("auto", "none", "weight", "rows")
 
-KeepRatio = schedules.Ratio | schedules.Milestones
+KeepRatio = schedules.Ratio | schedules.Milestones | str
 Blocks = None | float | Sequence[int] | Sequence[str] | Callable[[str, nn.Module], bool]
 
 
@@ -25,7 +26,8 @@ class SBPConfig:
 
     - ``keep_ratio``: share of positions that get gradients, in (0, 1]; of 1 they are exact, in less memory. A number, a
       pair (first, last sampled block), a list with one ratio per sampled block, or ``schedules.Milestones`` over
-      training.
+      training. "default" and "fast" are what the evidence recommends for the model's family: ``apply`` puts its numbers
+      in their place, ``blocks`` too where that is None.
     - ``sampler``: a name in ``samplers.SAMPLERS`` or a callable of that type.
     - ``attention``: which gradients an attention layer drops: "query", "qkv", "head", or "exact" for none: then the MLP
       alone is sampled.
@@ -51,7 +53,7 @@ class SBPConfig:
     - ``seed``: masks are a pure function of (seed, step, rank).
     """
 
-    keep_ratio: KeepRatio = 1.0
+    keep_ratio: KeepRatio = "default"
     sampler: str | samplers.Sampler = "random"
     attention: str = "query"
     blocks: Blocks = None
@@ -109,8 +111,8 @@ class SBPConfig:
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "SBPConfig":
         """A named configuration, with any field changed: "exact" (less memory, the gradients of full backpropagation),
-        "default" (what the evidence recommends, today the same), "fast" (half of the positions) or "paper" (half of
-        them, as in the image paper)."""
+        "default" (what the evidence recommends for the model's family), "fast" (the same where a step shall be shorter)
+        or "paper" (half of the positions, as in the image paper)."""
         one_of("preset", name, PRESETS)
         return configured(None, None, PRESETS[name] | changes)
 
@@ -153,13 +155,13 @@ def one_of(name: str, value: Any, allowed: Any) -> None:
 PRESETS: dict[str, dict[str, Any]] = {
     "exact": {"keep_ratio": 1.0},
     "default": {},
-    "fast": {"keep_ratio": 0.5},
+    "fast": {"keep_ratio": "fast"},
     "paper": {
         "keep_ratio": 0.5, "sampler": "grid", "attention": "qkv", "per_sample": False, "per_block": False,
         "scale": "none", "exact_downsampling": False,
     },
 }  # fmt: skip
-"""The one place that says what they are; docs/study has the evidence."""
+"""``sampling/recommended.py`` has the numbers of "default" and "fast"."""
 
 
 def configured(keep_ratio: KeepRatio | None, config: SBPConfig | None, options: dict[str, Any]) -> SBPConfig:
@@ -179,6 +181,15 @@ def configured(keep_ratio: KeepRatio | None, config: SBPConfig | None, options: 
     if keep_ratio is not None:
         options = options | {"keep_ratio": keep_ratio}
     return replace(config, **options) if config else SBPConfig(**options)
+
+
+def resolved(config: SBPConfig, recommended: Recommended) -> SBPConfig:
+    """With numbers where the keep-ratio is a name: those of a family, but for what the user has chosen."""
+    if config.keep_ratio not in NAMES:
+        return config
+    options = getattr(recommended, str(config.keep_ratio))
+    chosen = [its for its in options if its != "keep_ratio" and getattr(config, its) is not getattr(SBPConfig, its)]
+    return replace(config, **{name: value for name, value in options.items() if name not in chosen})
 
 
 def differing(config: SBPConfig) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torchsbp
 from torchsbp import adapters
 from torchsbp.cli.main import main
 from torchsbp.cli.models import describe, examine
+from torchsbp.sampling.recommended import UNTRIED, VIT, Recommended
 
 from ..models import tiny_vit
 
@@ -49,7 +50,13 @@ def test_an_adapter_of_your_own_is_listed(capsys):
         "also in": ["mine.models.MyBackbone"],
         "blocks": {"mine.models.Layer": ["run again"]},
         "between stages": [],
+        "recommended": UNTRIED._asdict(),
     }
+
+
+def told(recommended: Recommended) -> list[str]:
+    parts = [(name, ", ".join(f"{k}={v}" for k, v in its.items())) for name, its in recommended._asdict().items()]
+    return [f"  {name}: {options}" for name, options in parts]
 
 
 @pytest.mark.parametrize(
@@ -61,6 +68,7 @@ def test_an_adapter_of_your_own_is_listed(capsys):
                 "vit_base_patch16_224: timm ViT, timm.models.vision_transformer.VisionTransformer",
                 "  blocks.0 … blocks.3 (4)   Block  lean, exact",
                 "  blocks.4 … blocks.11 (8)  Block  lean, sampled",
+                *told(VIT),
             ],
         ),
         (

@@ -4,7 +4,15 @@ import json
 
 import pytest
 
+from torchsbp import SBPConfig
+from torchsbp.adapters import timm
+from torchsbp.memory.estimate import describe
+from torchsbp.sampling.recommended import EXACT, VIT, Recommended
+
+from ..steps import recommending
 from .commands import SMALL, run
+
+FAST = describe(SBPConfig(**VIT.fast))
 
 
 def test_profile_prints_a_table(capsys):
@@ -36,7 +44,7 @@ def test_profile_measures_on_cuda(capsys):
 def test_profile_as_json(capsys):
     _, out, _ = run(capsys, "profile", *SMALL, "--methods", "full", "sbp", "--json", "--predict")
     found = json.loads(out)
-    assert list(found["predicted"]) == ["full", "sbp query r=0.5, recomputed"]
+    assert list(found["predicted"]) == ["full", FAST]
     full, sbp = found["predicted"].values()
     assert full["saved_bytes"] > sbp["saved_bytes"]
     assert full["input_shape"] == [4, 3, 160, 160]
@@ -54,16 +62,29 @@ def test_profile_draws_a_chart(capsys, tmp_path, name, begin):
     assert (tmp_path / name).stat().st_size > 10_000
 
 
-def test_exact_blocks_and_half_of_the_positions_are_compared(capsys):
+def test_exact_blocks_and_what_is_fast_are_compared(capsys):
     _, out, _ = run(capsys, "profile", *SMALL, "--json", "--predict")
     found = json.loads(out)["predicted"]
-    assert list(found) == ["full", "checkpoint", "exact lean, recomputed", "sbp query r=0.5, recomputed"]
-    assert found["exact lean, recomputed"]["saved_bytes"] > found["sbp query r=0.5, recomputed"]["saved_bytes"]
+    assert list(found) == ["full", "checkpoint", "exact lean, recomputed", FAST]
+    assert found["exact lean, recomputed"]["saved_bytes"] > found[FAST]["saved_bytes"]
+
+
+def test_a_family_for_which_nothing_sampled_is_recommended_is_exact(capsys):
+    with recommending(Recommended(EXACT, EXACT), timm.VIT):
+        found, given = (
+            json.loads(run(capsys, "profile", *SMALL, "--json", "--predict", *options)[1])
+            for options in ([], ["--keep-ratio", "0.5"])
+        )
+    assert list(found["predicted"]) == ["full", "checkpoint", "exact lean, recomputed"]
+    (note,) = found["notes"]
+    assert note == "sbp is exact: nothing that is sampled is recommended for this model; --keep-ratio samples"
+    assert list(given["predicted"])[3:] == ["sbp query r=0.5, recomputed"]
+    assert given["notes"] == []
 
 
 def test_a_model_without_sbp_is_profiled_without_it(capsys):
     status, out, _ = run(capsys, "profile", "torchvision/resnet18", "--size", "64", "--batch", "4", "--predict")
     assert status == 0
-    for method in ("exact lean", "sbp query r=0.5"):
+    for method in ("exact lean", "sbp query r=fast"):
         assert f"{method}, recomputed is left out: nothing to patch in torchvision.models.resnet.ResNet" in out
     assert "layer1.0" in out

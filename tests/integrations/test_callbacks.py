@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import torchsbp
 from torchsbp import SBPConfig, schedules
 from torchsbp.patching.site import Site
+from torchsbp.sampling.recommended import NAMES, VIT
 
 from ..models import LEAN, images
 from ..steps import assert_gradients, entry_of
@@ -221,6 +222,20 @@ def test_trainer_equals_a_loop_by_hand_and_logs(transformers, tmp_path):
     assert_same_weights(model.model, by_hand())
     ratios = [line["sbp/keep_ratio"] for line in trainer.state.log_history if "loss" in line]
     assert ratios == [0.25, 0.25, 0.25, 0.5]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_ratio_that_is_a_name_is_that_of_the_models_family(transformers, tmp_path, name):
+    """Patched by the callback, or with its configuration before."""
+    callback = transformers.callback(name)
+    for model in (plain(), torchsbp.apply(plain(), name), torchsbp.apply(plain(), **getattr(VIT, name))):
+        trainer = transformers.trainer(Classifier(model), tmp_path, callback, steps=1)
+        trainer.train()
+        (ratio,) = [line["sbp/keep_ratio"] for line in trainer.state.log_history if "loss" in line]
+        assert ratio == pytest.approx(getattr(VIT, name)["keep_ratio"])  # a mean over blocks
+    other = transformers.trainer(Classifier(torchsbp.apply(plain(), 0.9)), tmp_path, callback, steps=1)
+    with pytest.raises(ValueError, match=rf"patched with SBPConfig\(keep_ratio=0.9.* has SBP.*keep_ratio='{name}'"):
+        other.train()
 
 
 def test_trainer_resumes_with_its_masks_and_ratio(transformers, tmp_path):

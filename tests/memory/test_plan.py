@@ -1,7 +1,8 @@
 """Plans: sizes, the order of preference, the choice, the largest batch, what does not fit."""
 
 import importlib
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,14 +15,17 @@ from torch import nn
 
 import torchsbp
 from torchsbp import SBPConfig
+from torchsbp.adapters.timm import VIT
 from torchsbp.config import PRESETS
 from torchsbp.errors import UsageError
 from torchsbp.memory.estimate import describe
-from torchsbp.memory.plan import Candidate, DoesNotFitError, largest_batch, largest_within, levels, options
+from torchsbp.memory.plan import SHARES, Candidate, DoesNotFitError, largest_batch, largest_within, levels, options, sbp
 from torchsbp.memory.sizes import mib, parse_size
 from torchsbp.ops import graphs
+from torchsbp.sampling import recommended
 
 from ..models import tiny_convnext, tiny_vit
+from ..steps import recommending
 
 SHAPE = (64, 3, 64, 96)
 GIB = 2**30
@@ -62,7 +66,14 @@ def test_nothing_is_no_size():
     assert (mib(3 * 2**19), mib(4 * GIB)) == ("1.5 MiB", "4096 MiB")
 
 
-def test_the_order_of_preference():
+@pytest.fixture
+def untried() -> Iterator[None]:
+    """A ViT of which nothing is known: exact gradients come first."""
+    with recommending(recommended.UNTRIED, VIT):
+        yield
+
+
+def test_the_order_of_preference(untried):
     """Exact gradients first; then rule "query" at falling ratios, all blocks, rule "qkv". Less recomputation first."""
     assert [describe(level[0]) for level in levels(small_vit())] == [
         "full",
@@ -78,6 +89,33 @@ def test_the_order_of_preference():
         "sbp qkv r=0.1, all blocks, saved",
     ]
     assert [config.recompute for config in levels(small_vit())[1]] == [False, 0.25, 0.5, 0.75, True]
+
+
+@pytest.mark.parametrize(
+    "build, its", [(small_vit, recommended.VIT), (tiny_convnext, recommended.CONVNEXT)], ids=["vit", "convnext"]
+)
+def test_the_evidence_for_a_family_comes_before_what_is_a_judgement(build, its):
+    """Its default after plain training, and what it recommends where a step must be shorter before more blocks."""
+    order = [level[0] for level in levels(build())]
+    default, fast = (SBPConfig(recompute=False, **options) for options in its)
+    assert order[:2] == ["full", default]
+    assert order.count(default) == order.count(fast) == order.count(SBPConfig(1.0, recompute=False)) == 1
+    first = next(i for i, config in enumerate(order) if getattr(config, "blocks", None) == 1)
+    assert order.index(fast) <= first
+    assert levels(build())[1] == [replace(default, recompute=share) for share in SHARES]
+
+
+@pytest.mark.parametrize("name", recommended.NAMES)
+def test_a_name_is_told_in_numbers(name):
+    numbers = SBPConfig(**getattr(recommended.VIT, name))
+    its = torchsbp.estimate(small_vit, SHAPE, SBPConfig(name))
+    assert its == torchsbp.estimate(small_vit, SHAPE, numbers)
+    assert its.config == describe(numbers) == describe(SBPConfig(name), small_vit())
+    assert describe(SBPConfig(name)) == f"sbp query r={name}, recomputed"  # of no model
+    found = torchsbp.plan(small_vit, SHAPE, "8GiB", configs=[SBPConfig(name)])
+    assert found.config == numbers
+    given = ", ".join(f"{option}={value!r}" for option, value in getattr(recommended.VIT, name).items())
+    assert str(found).splitlines()[-1] == f"torchsbp.apply(model, {given})"
 
 
 CHANGED = {
@@ -123,10 +161,10 @@ def test_the_order_for_models_without_attention_and_without_sbp():
 @pytest.fixture(scope="module")
 def peaks() -> dict[str, tuple]:
     """Of a tiny ViT: configuration in words -> (configuration, peak)."""
-    configs = [config for level in levels(small_vit()) for config in level]
+    configs = ["full", *sbp(keep_ratio=1.0), "checkpoint", SBPConfig(0.5, recompute=False)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphs, "LARGEST", 0)
-        return {describe(c): (c, torchsbp.estimate(small_vit, SHAPE, c).peak) for c in configs[:7] + configs[12:13]}
+        return {describe(c): (c, torchsbp.estimate(small_vit, SHAPE, c).peak) for c in configs}
 
 
 @pytest.mark.parametrize(
@@ -138,7 +176,7 @@ def peaks() -> dict[str, tuple]:
         ("exact lean, recomputed", "exact lean, recomputed"),
     ],
 )
-def test_the_first_that_fits_is_chosen(peaks, budget, chosen):
+def test_the_first_that_fits_is_chosen(untried, peaks, budget, chosen):
     """With exactly the memory of a configuration, and nothing better that needs as little."""
     found = torchsbp.plan(small_vit, SHAPE, peaks[budget][1], headroom=0)
     assert describe(found.config) == chosen
@@ -150,7 +188,7 @@ def test_the_first_that_fits_is_chosen(peaks, budget, chosen):
     assert "← chosen" in str(found)
 
 
-def test_sampling_comes_when_nothing_exact_fits(peaks):
+def test_sampling_comes_when_nothing_exact_fits(untried, peaks):
     exact = min(peak for name, (_, peak) in peaks.items() if not name.startswith("sbp"))
     found = torchsbp.plan(small_vit, SHAPE, exact - 1, headroom=0)
     assert found.config.keep_ratio < 1

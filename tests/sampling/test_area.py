@@ -135,7 +135,7 @@ def test_weights_that_do_not_know_of_sizes_are_refused(options):
         torchsbp.set_sizes(model, [PADDED], PADDED)
 
 
-@pytest.mark.parametrize("options", [{}, {"keep_ratio": 0.5, "scale": "none"}], ids=str)
+@pytest.mark.parametrize("options", [{"keep_ratio": 1}, {"keep_ratio": 0.5, "scale": "none"}], ids=str)
 def test_without_weights_they_are_not(options):
     model = torchsbp.apply(backbone(), **options)
     torchsbp.set_sizes(model, SIZES, PADDED)

@@ -118,7 +118,7 @@ def test_out_of_memory_says_what_to_do_with_the_numbers(tmp_path, capsys, monkey
     assert "--micro_batch 4 leaves the batch of 16 as it is; torchsbp plan says what fits" in told
     assert "sbp.preset" not in told  # it is used already
     assert run(tmp_path / "full", "--sbp.preset=none")[0] == 1
-    assert "--sbp.preset default saves activations" in capsys.readouterr().err
+    assert "--sbp.preset exact saves activations" in capsys.readouterr().err
 
 
 def test_a_real_shortage_is_recognised(tmp_path):

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ..ops.rules import RULES
+from ..sampling.recommended import UNTRIED, Recommended
 from .layouts import Grid, Layout, last_blocks
 from .names import class_name, class_of, find, inside, qualified
 
@@ -125,6 +126,7 @@ class Adapter:
     - ``layouts``: of the model class, and of the classes that hold its blocks otherwise.
     - ``default_blocks``: (blocks per stage, fraction or None) -> how the papers choose: for each stage a slice.
     - ``downsample``: descriptions of the layers between stages; None where there are none to sample.
+    - ``recommended``: what keep-ratios that are names mean for the family.
     """
 
     name: str
@@ -132,6 +134,7 @@ class Adapter:
     layouts: Layout | tuple[Layout, ...]
     default_blocks: Callable[[list[int], float | None], list[range]] = last_blocks
     downsample: Descriptions | None = None
+    recommended: Recommended = UNTRIED
 
     def __post_init__(self) -> None:
         named = {class_name(block): descriptions for block, descriptions in self.blocks.items()}

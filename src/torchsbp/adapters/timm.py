@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..sampling import recommended
 from . import queries
 from . import windowed as W
 from .base import Adapter, Plain
@@ -112,6 +113,7 @@ def lean(description: TransformerBlock, *attentions: dict[str, Any]) -> tuple[Tr
 VIT = Adapter(
     name="timm ViT",
     layouts=VIT_LAYOUT,
+    recommended=recommended.VIT,
     blocks={
         "timm.models.vision_transformer.Block": (
             *lean(TransformerBlock(), {"attn": ATTENTION}),
@@ -134,6 +136,7 @@ EVA_ATTENTIONS: tuple[dict[str, Any], ...] = (
 EVA = Adapter(
     name="timm EVA",
     layouts=like_vit("eva.Eva"),
+    recommended=recommended.VIT,
     blocks={
         "timm.models.eva.EvaBlock": (
             *lean(RotaryBlock(scale1="gamma_1", scale2="gamma_2"), *EVA_ATTENTIONS),
@@ -154,6 +157,7 @@ BEIT_BLOCK = BiasedBlock(
 BEIT = Adapter(
     name="timm BEiT",
     layouts=like_vit("beit.Beit"),
+    recommended=recommended.VIT,
     blocks={"timm.models.beit.Block": (*lean(BEIT_BLOCK, {"attn": ("timm.models.beit.Attention",)}), PRE_NORM)},
 )
 
@@ -167,6 +171,7 @@ RELATIVE_ATTENTION = {"attn": ("timm.models.vision_transformer_relpos.RelPosAtte
 RELATIVE_VIT = Adapter(
     name="timm ViT with relative positions",
     layouts=like_vit("vision_transformer_relpos.VisionTransformerRelPos"),
+    recommended=recommended.VIT,
     blocks={
         "timm.models.vision_transformer_relpos.RelPosBlock": (
             *lean(BiasedBlock(**RELATIVE), RELATIVE_ATTENTION),
@@ -206,6 +211,7 @@ CONVNEXT = Adapter(
     },
     default_blocks=early_stages,
     downsample=(Downsample(), Patches()),
+    recommended=recommended.CONVNEXT,
 )
 
 WINDOWS = Residual(mixers=(Mixer("ls1", "norm1", whole=True),), constant=("attn.rel_pos",))
@@ -269,6 +275,7 @@ def swin(
         layouts=with_features(replace(layout, model=path + model)),
         default_blocks=early_stages,
         blocks={path + block: tuple(replace(its, classes=classes) for its in descriptions)},
+        recommended=recommended.SWIN,
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from ..sampling import recommended
 from . import windowed as W
 from .base import Adapter, Plain
 from .layouts import Grid, Layout, Shrink, Stage, channels_last_grid, early_stages, halved, member_names, output_grid
@@ -41,6 +42,7 @@ VIT_LAYOUT = Layout(
 VIT = Adapter(
     name="torchvision ViT",
     layouts=(VIT_LAYOUT, replace(VIT_LAYOUT, model=TRACED, holds_any=True)),
+    recommended=recommended.VIT,
     blocks={
         "torchvision.models.vision_transformer.EncoderBlock": TransformerBlock(
             idle=(
@@ -90,6 +92,7 @@ CONVNEXT = Adapter(
     },
     default_blocks=early_stages,
     downsample=Downsample(),
+    recommended=recommended.CONVNEXT,
 )
 
 
@@ -152,6 +155,7 @@ SWIN = Adapter(
         grid=output_grid,
     ),
     default_blocks=early_stages,
+    recommended=recommended.SWIN,
     blocks={
         BLOCK: (
             lean_swin_block("swin_transformer.ShiftedWindowAttention"),

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import UsageError
+from ..sampling import recommended
 from .base import Adapter, Description
 from .layouts import Layout, Stage, early_stages, member_names
 from .lean import ConvBlock, DownsampleList, RotaryBlock, TransformerBlock
@@ -171,7 +172,12 @@ def transformer(
 ) -> Adapter:
     """The adapter of a family with one stage whose entry is the convolution that makes patches."""
     layout = Layout("", entry, stages=partial(one_stage, blocks), prefix=prefix)
-    return Adapter(f"transformers {name}", {cls + block: descriptions}, layouts(cls, models, layout))
+    return Adapter(
+        name=f"transformers {name}",
+        blocks={cls + block: descriptions},
+        layouts=layouts(cls, models, layout),
+        recommended=recommended.VIT,
+    )
 
 
 def vit(name: str, cls: str, prefix: int) -> Adapter:
@@ -213,6 +219,7 @@ def convnext(
         blocks={f"{cls}Layer": description},
         default_blocks=early_stages,
         downsample=DownsampleList(),
+        recommended=recommended.CONVNEXT,
     )
 
 
@@ -257,6 +264,7 @@ DINOV3 = transformer(
 CLIP = tower("CLIP vision", family("clip", "CLIP"), prefix=1)
 SIGLIP = tower("SigLIP vision", family("siglip", "Siglip"), prefix=0)
 VIDEOMAE = transformer("VideoMAE", VIDEOMAE_CLASSES, nested_block(VIDEOMAE_CLASSES))
+VIDEOMAE = replace(VIDEOMAE, recommended=recommended.UNTRIED)  # of videos
 VITPOSE_CLASSES = family("vitpose_backbone", "VitPoseBackbone")
 VITPOSE = transformer(
     "VitPose",

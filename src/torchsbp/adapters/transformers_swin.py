@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..sampling import recommended
 from . import windowed as W
 from .base import Adapter
 from .layouts import Grid, Layout, Stage, early_stages, halved, member_names
@@ -37,7 +38,13 @@ def swin(name: str, cls: str, *descriptions: InWindows, models: tuple[str, ...] 
     layout = Layout("", "embeddings", given_grid, swin_stages)
     classes = {"attention": (f"{cls}Attention",)}
     blocks = tuple(replace(its, classes=classes, pads_first=True, pair=True) for its in descriptions)
-    return Adapter(f"transformers {name}", {f"{cls}Layer": blocks}, layouts(cls, models, layout), early_stages)
+    return Adapter(
+        name=f"transformers {name}",
+        blocks={f"{cls}Layer": blocks},
+        layouts=layouts(cls, models, layout),
+        default_blocks=early_stages,
+        recommended=recommended.SWIN,
+    )
 
 
 def swin_block(**names: Any) -> Windowed:

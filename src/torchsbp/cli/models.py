@@ -12,7 +12,7 @@ from ..adapters import ADAPTERS, Adapter, Layout, find_backbones
 from ..adapters.base import Description, Descriptions
 from ..adapters.blocks import block_classes
 from ..adapters.names import bare_name, qualified
-from ..config import SBPConfig
+from ..config import SBPConfig, resolved
 from ..ops.rules import RULES
 from ..patching.survey import survey
 from .named import HELP, find_model
@@ -46,6 +46,7 @@ def families() -> list[dict[str, Any]]:
             "also in": [layout.model for layout in adapter.every_layout[1:]],
             "blocks": {block: kinds(descriptions) for block, descriptions in adapter.blocks.items()},
             "between stages": kinds(adapter.downsample or ()),
+            "recommended": adapter.recommended._asdict(),
         }
         for adapter in ADAPTERS
     ]
@@ -92,6 +93,7 @@ def examine(model: nn.Module) -> dict[str, Any]:
             "family": adapter.name,
             "model": qualified(module),
             "blocks": list(blocks(module, adapter, layout)),
+            "recommended": adapter.recommended._asdict(),
         }
         for name, module, adapter, layout in find_backbones(model)
     ]
@@ -106,7 +108,7 @@ def examine(model: nn.Module) -> dict[str, Any]:
 
 def blocks(model: nn.Module, adapter: Adapter, layout: Layout) -> Iterator[dict[str, Any]]:
     """Blocks and layers between stages; problems are told without names, so that those of like blocks are alike."""
-    for place in survey(model, adapter, layout, SBPConfig()):
+    for place in survey(model, adapter, layout, resolved(SBPConfig(), adapter.recommended)):
         yield {
             "name": place.name,
             "class": bare_name(place.module),
@@ -131,8 +133,14 @@ def describe(name: str, about: dict[str, Any]) -> str:
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines += [f"  {names:<{widths[0]}}  {cls:<{widths[1]}}  {fate}" for names, cls, fate in rows]
         reasons = dict.fromkeys(f"  {b['class']}: {problem}" for b in backbone["blocks"] for problem in b["problems"])
-        lines += [f"{name} is not supported:", *reasons] if reasons else []
+        lines += [f"{name} is not supported:", *reasons] if reasons else list(recommendations(backbone["recommended"]))
     return "\n".join(lines)
+
+
+def recommendations(recommended: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """What the presets of these names are for the family."""
+    for preset, options in recommended.items():
+        yield f"  {preset}: " + ", ".join(f"{option}={value}" for option, value in options.items())
 
 
 def group(found: list[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:

@@ -15,7 +15,8 @@ PURPOSE = "the configuration, or the batch, that fits a memory budget"
 
 
 def run(argv: list[str]) -> None:
-    """The configuration that fits the memory of a GPU with the least loss of gradient quality, then the best speed."""
+    """The configuration that fits the memory of a GPU: what is recommended for the model's family, then the least loss
+    of gradient quality, then the best speed."""
     arguments = parser("plan", run.__doc__ or "")
     arguments.add_argument(
         "--memory", help="of the GPU: 16GiB, 16G, 16GB, 8000MiB; that of the one here if there is one"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..config import PRESETS, SBPConfig
 from ..errors import UsageError
@@ -41,9 +42,11 @@ def run(argv: list[str]) -> None:
         "exact": SBPConfig(**given | PRESETS["exact"]),
         "sbp": SBPConfig(**PRESETS["fast"] | given),
     }
-    chosen = {describe(configs[method]): configs[method] for method in args.methods or METHODS}
-    notes: list[str] = []
-    estimates = predictions(named, args, shape, chosen, notes)
+    model, methods, notes = build(named.build), args.methods or METHODS, []
+    chosen = {describe(configs[method], model): configs[method] for method in methods}
+    if len(chosen) < len(set(methods)) and "keep_ratio" not in given:
+        notes.append("sbp is exact: nothing that is sampled is recommended for this model; --keep-ratio samples")
+    estimates = predictions(model, args, shape, chosen, notes)
     measuring = torch.cuda.is_available() and not args.predict
     measured = measurements(named, args, shape, chosen, estimates, notes) if measuring else {}
     results: dict[str, chart.Result] = {**estimates, **measured}
@@ -65,10 +68,10 @@ def how_known(measured: Mapping[str, Measurement], predict: bool) -> str:
 
 
 def predictions(
-    named: Named, args: argparse.Namespace, shape: tuple[int, ...], configs: Mapping[str, Config], notes: list[str]
+    model: nn.Module, args: argparse.Namespace, shape: tuple[int, ...], configs: Mapping[str, Config], notes: list[str]
 ) -> dict[str, Estimate]:
     """By method; one that the model does not support is left out with a note, unless it was asked for."""
-    model, found = build(named.build), {}
+    found = {}
     for title, config in configs.items():
         try:
             found[title] = estimate(model, shape, config, args.precision, args.optimizer)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..adapters import find_backbones
-from ..config import KeepRatio, SBPConfig, configured
+from ..config import KeepRatio, SBPConfig, configured, resolved
 from ..errors import UsageError
 from ..memory.peak import peak_bytes
 from ..patching.apply import apply, set_step
@@ -46,7 +46,8 @@ class Patcher:
                 f"late. Give {name} to the trainer when that is made; where a model is built later (configure_model, "
                 f"model_init), call torchsbp.apply(model, config=config) there and give {name} the same config."
             )
-        if any(config != self.config for config in found):
+        wanted = [resolved(self.config, adapter.recommended) for _, _, adapter, _ in find_backbones(model)]
+        if any(config not in wanted for config in found):
             raise UsageError(
                 f"the model is patched with {found[0]}, but {name} has {self.config}. Give {name} the same config, or "
                 "call torchsbp.remove(model) before training."

@@ -19,6 +19,7 @@ from ..errors import UsageError, UsageTypeError, expect, shown
 from ..ops.device import HALF
 from ..patching.apply import apply, remove
 from ..patching.site import patched_modules
+from ..patching.survey import resolved_for
 from . import simulated
 from .checks import PRECISIONS, check_config, check_loss, checked_shape, precision_name
 from .live import Live, no_workspace
@@ -171,7 +172,8 @@ def build(model: Model) -> nn.Module:
 
 
 def describe(config: Config, model: nn.Module | None = None) -> str:
-    """A config in a few words."""
+    """A config in a few words; for a model, what it is there."""
+    config = config if model is None else resolved_for(model, config)
     if isinstance(config, str):
         return config
     if config is None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ..config import SBPConfig
+from ..patching.survey import resolved_for
 from .estimate import Config, describe, estimate
 from .measure import measure_config
 from .plan import has_rules, largest_batch
@@ -34,7 +35,8 @@ def usual(model: nn.Module) -> list[Config]:
     """What a user chooses from: exact gradients first, those that need the least memory last."""
     if has_rules(model) is None:
         return ["full", "checkpoint"]
-    return ["full", SBPConfig(), "checkpoint", SBPConfig(keep_ratio=0.5), SBPConfig(keep_ratio=0.5, blocks=1.0)]
+    exact, half, all_blocks = SBPConfig(1.0), SBPConfig(0.5), SBPConfig(0.5, blocks=1.0)
+    return ["full", exact, "checkpoint", half, all_blocks]
 
 
 def largest(
@@ -47,6 +49,7 @@ def largest(
     measure: Measure | None = None,
 ) -> Largest:
     """The search begins at ``shape[0]``. A batch whose measured peak is too much is made smaller until it fits."""
+    config = resolved_for(model, config)
     batch = largest_batch(model, shape, usable, config, precision, optimizer)
     measured = None
     while measure is not None and batch > 0:

@@ -1,17 +1,21 @@
-"""plan: the configuration that fits a memory budget with the least loss of gradient quality, then the best speed.
+"""plan: the configuration that fits a memory budget, by the evidence for the model's family, the least loss of gradient
+quality, then the best speed.
 
-The order of preference, ``levels``. First comes what gives exact gradients:
+The order of preference, ``levels``. First come plain training, what the evidence recommends for the model's family,
+and what else gives exact gradients:
 
 1. "full": plain training;
-2. exact lean blocks (``keep_ratio=1``), of which as few as needed recompute;
-3. "checkpoint": activation checkpointing of every block;
+2. ``keep_ratio="default"``, which most families have exact: then that is the next one;
+3. exact lean blocks (``keep_ratio=1``), of which as few as needed recompute;
+4. "checkpoint": activation checkpointing of every block;
 
 then sampled gradients, those first that drop the least of the gradient (rule "query" at a low ratio before more
 sampled blocks, more sampled blocks before rule "qkv"):
 
-4. SBP, rule "query", on the default blocks of the family, at ratios 0.75, 0.5, 0.25;
-5. the same on all blocks, at ratios 0.5, 0.25, 0.1;
-6. rule "qkv" on all blocks, at ratios 0.25, 0.1.
+5. SBP, rule "query", on the default blocks of the family, at ratios 0.75, 0.5, 0.25;
+6. ``keep_ratio="fast"``, unless it is one of those before;
+7. the same as 5 on all blocks, at ratios 0.5, 0.25, 0.1;
+8. rule "qkv" on all blocks, at ratios 0.25, 0.1.
 
 Within a level gradients are the same, and the share of blocks that recompute goes 0, 0.25, 0.5, 0.75, 1: what is saved
 need not be computed again, so less is faster. The first configuration that fits is chosen.
@@ -30,7 +34,7 @@ from ..config import SBPConfig, differing
 from ..errors import UsageError, expect
 from ..patching.apply import remove
 from ..patching.site import patched_modules
-from ..patching.survey import refuse_problems, survey
+from ..patching.survey import refuse_problems, resolved_for, survey
 from .checks import check_config, checked_shape
 from .estimate import Config, Estimate, Loss, Model, build, describe, estimate, fake_copy
 from .sizes import mib, parse_size
@@ -130,15 +134,16 @@ def sbp(**changes: Any) -> Level:
 
 def levels(model: nn.Module) -> list[Level]:
     """What can be done for the model, in order of preference (see above); within a level, the fastest first."""
-    exact: list[Level] = [["full"], sbp(keep_ratio=1.0), ["checkpoint"]]
     rules = has_rules(model)
     if rules is None:
         return [["full"], ["checkpoint"]]
-    sampled = [sbp(keep_ratio=ratio) for ratio in (0.75, 0.5, 0.25)]
-    sampled += [sbp(keep_ratio=ratio, blocks=1.0) for ratio in (0.5, 0.25, 0.1)]
+    default, fast = ([resolved_for(model, config) for config in sbp(keep_ratio=name)] for name in ("default", "fast"))
+    order: list[Level] = [["full"], default, sbp(keep_ratio=1.0), ["checkpoint"]]
+    order += [*(sbp(keep_ratio=ratio) for ratio in (0.75, 0.5, 0.25)), fast]
+    order += [sbp(keep_ratio=ratio, blocks=1.0) for ratio in (0.5, 0.25, 0.1)]
     if rules:
-        sampled += [sbp(keep_ratio=ratio, blocks=1.0, attention="qkv") for ratio in (0.25, 0.1)]
-    return exact + sampled
+        order += [sbp(keep_ratio=ratio, blocks=1.0, attention="qkv") for ratio in (0.25, 0.1)]
+    return [level for i, level in enumerate(order) if level not in order[:i]]
 
 
 def has_rules(model: nn.Module) -> bool | None:
@@ -151,7 +156,7 @@ def has_rules(model: nn.Module) -> bool | None:
     descriptions = []
     try:
         for _, module, adapter, layout in find_backbones(model):
-            found = survey(module, adapter, layout, SBPConfig())
+            found = survey(module, adapter, layout, SBPConfig(keep_ratio=1.0))
             refuse_problems(adapter, found)
             descriptions += [its.description for its in found]
     except UsageError:
@@ -182,7 +187,7 @@ def plan(
     total = parse_size(memory)
     usable, model = usable_of(total, headroom), build(model)
     check_configs(configs)
-    order = levels(model) if configs is None else [[config] for config in configs]
+    order = levels(model) if configs is None else [[resolved_for(model, config)] for config in configs]
     found: dict[int, Estimate] = {}
     numbers = [(level, i) for level, configs_ in enumerate(order) for i in range(len(configs_))]
 

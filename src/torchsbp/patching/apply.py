@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..adapters import Adapter, Layout, find_backbones
 from ..adapters.names import qualified
-from ..config import KeepRatio, SBPConfig, configured
+from ..config import KeepRatio, SBPConfig, configured, resolved
 from ..errors import UsageError, UsageTimeError, expect, shown
 from ..ops import graphs
 from ..ops.rules import RULES
@@ -155,6 +155,7 @@ def strategies_for(
     name: str, model: nn.Module, adapter: Adapter, layout: Layout, config: SBPConfig
 ) -> tuple[nn.Module, Entry, list[tuple[nn.Module, Strategy]]]:
     """What to bind to which module of a backbone: its entry with its strategy, and the sampled and exact modules."""
+    config = resolved(config, adapter.recommended)
     found = survey(model, adapter, layout, config)
     refuse_problems(adapter, found)
     entry_module = layout.entry_of(model)

@@ -84,6 +84,7 @@ class Entry(Strategy):
         ratio = self.config.keep_ratio
         if isinstance(ratio, schedules.Milestones):
             ratio = ratio.at(step)
+        assert not isinstance(ratio, str)  # ``apply`` has resolved it
         over_depth = schedules.over_depth(ratio, max(sampled.depth for sampled in self.sampled) + 1)
         return tuple(over_depth[sampled.depth] for sampled in self.sampled)
 

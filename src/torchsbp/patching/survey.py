@@ -4,17 +4,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from numbers import Integral
+from typing import TypeVar
 
 from torch import nn
 from torch.fx import GraphModule
 
-from ..adapters import ADAPTERS, Adapter, Layout, Stage
+from ..adapters import ADAPTERS, Adapter, Layout, Stage, find_backbones
 from ..adapters.base import NAME, Description, Plain
 from ..adapters.blocks import block_classes
 from ..adapters.names import bare_name, find, qualified
-from ..config import SBPConfig
+from ..config import SBPConfig, resolved
 from ..errors import UsageError
 from .site import Site
+
+Config = TypeVar("Config", SBPConfig, SBPConfig | str | None)
 
 
 @dataclass
@@ -28,6 +31,15 @@ class Found:
     description: Description
     depth: int | None
     problems: list[str]
+
+
+def resolved_for(model: nn.Module, config: Config) -> Config:
+    """An ``SBPConfig`` with the numbers that ``apply`` puts in the place of a name, for a model; as it is where its
+    backbones differ in that, and anything else too."""
+    if not isinstance(config, SBPConfig):
+        return config
+    found = [resolved(config, adapter.recommended) for _, _, adapter, _ in find_backbones(model)]
+    return found[0] if found and all(its == found[0] for its in found) else config
 
 
 def survey(model: nn.Module, adapter: Adapter, layout: Layout, config: SBPConfig) -> list[Found]:

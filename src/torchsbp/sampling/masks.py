@@ -168,7 +168,8 @@ class Masks:
                 f"{name} was given {batch} samples of {positions} positions, but the image gives "
                 f"{drawn.batch} samples of {expected} ({self.prefix} prefix tokens and a grid {grid}). "
                 "Tokens that were dropped, merged or added between the patch embedding and the blocks (by "
-                "patch_drop_rate or bool_masked_pos, for example) can't be mapped to the grid: switch that off."
+                "patch_drop_rate or bool_masked_pos, for example) can't be mapped to the grid: switch that off, "
+                "or apply with keep_ratio=1, which samples nothing."
             )
         return drawn.sites[site]
 

@@ -7,6 +7,7 @@ from numbers import Real
 from typing import Any
 
 from ..errors import UsageError, UsageTypeError
+from .recommended import NAMES
 
 Ratio = float | tuple[float, ...]
 """One number for all blocks, a pair (first block, last block), or one number per block."""
@@ -14,6 +15,8 @@ Ratio = float | tuple[float, ...]
 
 def check_ratio(value: Any, name: str = "keep_ratio") -> float:
     """The value as a float, if it is a number in (0, 1]."""
+    if isinstance(value, str) and value in NAMES:
+        raise UsageTypeError(f"{name}={value!r} suits a model's family, and here is none; give a number in (0, 1]")
     if isinstance(value, bool) or not isinstance(value, Real):
         raise UsageTypeError(f"{name} must be a number in (0, 1], found {value!r} of type {type(value).__name__}")
     ratio = float(value)
@@ -96,6 +99,12 @@ def ramp(start: float, stop: float = 1.0, *, steps: int, begin: int = 0, levels:
     return Milestones(tuple(zip(times, ratios, strict=True)))
 
 
-def validate(keep_ratio: Any) -> Ratio | Milestones:
-    """The keep-ratio in its normal form: a float, a tuple of floats, or milestones."""
-    return keep_ratio if isinstance(keep_ratio, Milestones) else _ratio(keep_ratio)
+def validate(keep_ratio: Any) -> Ratio | Milestones | str:
+    """The keep-ratio in its normal form: a float, a tuple of floats, milestones, or a name."""
+    if isinstance(keep_ratio, str) and keep_ratio not in NAMES:
+        names = ", ".join(map(repr, NAMES))
+        raise UsageTypeError(
+            f"keep_ratio={keep_ratio!r} is not allowed; allowed: a number in (0, 1], a pair (first, last), one number "
+            f"per block, Milestones, or a name of what is recommended for the model's family: {names}"
+        )
+    return keep_ratio if isinstance(keep_ratio, Milestones | str) else _ratio(keep_ratio)

@@ -73,6 +73,14 @@ class SBP(SBPFields):
             changes["keep_ratio"] = Milestones(points)
         return SBPConfig.preset(self.preset, **changes)
 
+    def settle(self, built: SBPConfig, found: SBPConfig) -> None:
+        """Name what the model's family has made of the keep-ratio: a recorded run says enough to go on with the same
+        gradients, whatever is recommended then."""
+        for its in fields(found):
+            value = getattr(found, its.name)
+            if value != getattr(built, its.name):
+                setattr(self, its.name, value)
+
 
 def _tuple(ratio: Ratio) -> float | tuple[float, ...]:
     return tuple(ratio) if isinstance(ratio, list) else ratio

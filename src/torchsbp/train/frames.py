@@ -7,7 +7,7 @@ from torch import Tensor
 
 import torchsbp
 from torchsbp import SBPConfig
-from torchsbp.sampling.schedules import Milestones
+from torchsbp.sampling.schedules import Milestones, check_ratio
 
 from ..errors import UsageError
 from .distributed import together
@@ -35,6 +35,8 @@ def sampled_frames(
 
 
 def check_one_ratio(config: SBPConfig) -> None:
+    if isinstance(config.keep_ratio, str):
+        check_ratio(config.keep_ratio, "sbp.keep_ratio")
     if isinstance(config.keep_ratio, tuple | list):
         raise UsageError(f"sbp.keep_ratio={config.keep_ratio} varies over depth; frames have one ratio: a number")
 

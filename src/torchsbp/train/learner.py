@@ -8,6 +8,7 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from ..errors import CheckpointError, UsageError
+from ..patching.survey import resolved_for
 from .config import Config
 from .distributed import Processes, shard
 from .freeze import freeze
@@ -31,6 +32,7 @@ class Learner:
         self.sbp = sbp is not None
         if sbp is not None:
             task.apply_sbp(self.model, sbp)
+            config.sbp.settle(sbp, resolved_for(self.model, sbp))
         self.model.to(processes.device).to(memory_format=layout)
         self.ema = None
         if config.ema.decay is not None:

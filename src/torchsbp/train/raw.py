@@ -47,7 +47,7 @@ def out_of_memory(text: str, config: Config, processes: Processes) -> str:
     if micro > 1:
         ways.insert(0, f"--micro_batch {smaller(micro)} leaves the batch of {config.batch} as it is")
     if config.sbp.preset == "none":
-        ways.append("--sbp.preset default saves activations")
+        ways.append("--sbp.preset exact saves activations")
     elif config.sbp.recompute not in (None, True, 1):
         ways.append("--sbp.recompute true saves activations")
     return f"out of memory{there} with {micro} samples per forward{wanted}: {'; '.join(ways)}"

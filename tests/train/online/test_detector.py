@@ -171,6 +171,7 @@ def test_compiled_it_is_the_same():
     "config, message",
     [
         (SBPConfig(keep_ratio=(0.2, 0.5)), r"sbp.keep_ratio=\(0.2, 0.5\) varies over depth; frames have one ratio"),
+        (SBPConfig(), r"sbp.keep_ratio='default' suits a model's family, and here is none; give a number in"),
         (SBPConfig(0.5, attention="qkv"), r"sbp.attention is about tokens within frames: set task.encoder.tokens"),
     ],
 )

@@ -14,12 +14,12 @@ from torchsbp.train.loop import Trainer
 from torchsbp.train.video.kept import kept_cells
 from torchsbp.train.video.picture import DIM, GAP, SIDE, strip
 
-from .test_video import MODELS, VIT, recipe_of, trainer_of
+from .test_video import FRAMES, MODELS, VIT, recipe_of, trainer_of
 
 
 @pytest.mark.parametrize("per_sample", [False, True, "balanced"])
 def test_frames_of_an_image_model(tmp_path, per_sample):
-    path = recipe_of(tmp_path, "vit_tiny_patch16_224", VIT, {"sampler": "frames", "per_sample": per_sample})
+    path = recipe_of(tmp_path, "vit_tiny_patch16_224", VIT, {**FRAMES, "per_sample": per_sample})
     trainer = Trainer(parse("train", [path]), Processes(torch.device("cpu")))
     trainer.model.train()
     shown = []

@@ -17,7 +17,7 @@ from ...cli.commands import run
 from ..runs import train
 from .files import write_video
 from .runs import listed, recipe
-from .test_video import VIT, epic, recipe_of
+from .test_video import FRAMES, VIT, epic, recipe_of
 
 DATA = {"source": "list", "frames": 4, "stride": 2, "views": [2, 3], "side": 40}
 SHORT = {"epochs": 1, "schedule": {"warmup_epochs": 0}}
@@ -103,7 +103,7 @@ def test_a_video_model_is_exported_for_any_batch(trained, capsys, tmp_path):
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch 2.11, of its own reader
 def test_an_image_model_over_frames_is_exported_for_any_batch(capsys, tmp_path):
     """Though evaluation sees a few frames at a time."""
-    begun = recipe_of(tmp_path, "vit_tiny_patch16_224", VIT, {"sampler": "frames"})
+    begun = recipe_of(tmp_path, "vit_tiny_patch16_224", VIT, FRAMES)
     assert train([begun, "--task.model.chunk=5", "--task.data.frames=4"]) == 0
     path = tmp_path / "model.pt2"
     assert run(capsys, "export", str(tmp_path / "run"), "--format=torch_export", f"--out={path}")[0] == 0

@@ -15,6 +15,7 @@ import torchsbp
 from torchsbp.cli.recipe import parse
 from torchsbp.errors import DataError
 from torchsbp.report import html, read
+from torchsbp.sampling.recommended import NAMES
 from torchsbp.train.data.lists import Epic, Listed
 from torchsbp.train.distributed import Processes
 from torchsbp.train.loop import Trainer
@@ -119,7 +120,7 @@ def test_blocks_of_the_paper():
         from torchvision.models import get_model
 
         with torch.device("meta"):
-            model = torchsbp.apply(get_model(name), sampler="frames")
+            model = torchsbp.apply(get_model(name), keep_ratio=0.5, sampler="frames")
         sampled = [
             site.name for entry, _ in torchsbp.patching.apply.patched_entries(model) for site in entry.masks.sites
         ]
@@ -135,9 +136,10 @@ def test_channels_last_is_of_clips(tmp_path):
     assert torch.isfinite(trainer.forward(0, (clips, torch.zeros(4, 1, dtype=torch.long), []))["loss"])
 
 
+FRAMES = {"keep_ratio": 0.5, "sampler": "frames"}
 MODELS = {
-    "frames of a ViT": ("vit_tiny_patch16_224", VIT, {"sampler": "frames"}),
-    "tokens of a ViT": ("vit_tiny_patch16_224", VIT, {"sampler": "grid", "per_sample": True}),
+    "frames of a ViT": ("vit_tiny_patch16_224", VIT, FRAMES),
+    "tokens of a ViT": ("vit_tiny_patch16_224", VIT, {"keep_ratio": 0.5, "sampler": "grid", "per_sample": True}),
     "VideoMAE": ("transformers/VideoMAEForVideoClassification", VIDEOMAE, {"sampler": "frames_jitter"}),
     "V-JEPA 2, plain": ("transformers/VJEPA2ForVideoClassification", VJEPA, {"preset": "none", "sampler": None}),
 }
@@ -160,7 +162,7 @@ def test_models(tmp_path, name):
 
 def test_frames_of_a_vit_get_gradients_by_step(tmp_path):
     """Every frame is seen, half of them get gradients, others in the next step; in evaluation nothing is sampled."""
-    path = recipe_of(tmp_path, "vit_tiny_patch16_224", VIT, {"sampler": "frames"})
+    path = recipe_of(tmp_path, "vit_tiny_patch16_224", VIT, FRAMES)
     trainer = Trainer(parse("train", [path]), Processes(torch.device("cpu")))
     clips = torch.rand(2, 3, 8, 32, 32)
     touched = []
@@ -175,14 +177,23 @@ def test_frames_of_a_vit_get_gradients_by_step(tmp_path):
 
 
 def test_options_for_tokens_are_refused_where_frames_are_sampled(tmp_path, capsys):
-    path = recipe_of(tmp_path, "vit_tiny_patch16_224", VIT, {"sampler": "frames", "attention": "qkv"})
+    path = recipe_of(tmp_path, "vit_tiny_patch16_224", VIT, {**FRAMES, "attention": "qkv"})
     assert train([path]) != 0
     assert "sbp.attention is about tokens within frames: choose a sampler of positions" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("preset", NAMES)
+def test_a_share_of_frames_is_a_number(tmp_path, capsys, preset):
+    """A family's is one of positions."""
+    path = recipe_of(tmp_path, "vit_tiny_patch16_224", VIT, {"preset": preset, "sampler": "frames"})
+    assert train([path]) == 2
+    message = f"sbp.keep_ratio='{preset}' suits a model's family, and here is none; give a number in (0, 1]"
+    assert message in capsys.readouterr().err
+
+
 def test_compiled_the_encoder_of_frames_is_read_once_for_each_number_of_them(tmp_path):
     """Not once for each step; evaluation is not compiled, and sees as many frames at a time as it is told."""
-    path = recipe_of(tmp_path, "vit_tiny_patch16_224", VIT, {"sampler": "frames"})
+    path = recipe_of(tmp_path, "vit_tiny_patch16_224", VIT, FRAMES)
     trainer = Trainer(parse("train", [path, "--task.model.chunk=4"]), Processes(torch.device("cpu")))
     graphs, seen, model = [], [], trainer.model.train()
 
@@ -336,7 +347,7 @@ def test_a_broken_line_of_annotations_is_told(tmp_path, line, told):
 
 
 def test_batch_norms_under_sampled_frames_are_refused_with_the_option_that_freezes_them(tmp_path, capsys):
-    path = recipe_of(tmp_path, "resnet18", {}, {"sampler": "frames"})
+    path = recipe_of(tmp_path, "resnet18", {}, FRAMES)
     assert train([path]) == 2
     told = capsys.readouterr().err
     assert "bn1 is a batch norm in training mode" in told

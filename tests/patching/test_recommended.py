@@ -1,0 +1,116 @@
+"""A keep-ratio that is a name: ``apply`` makes of it what is recommended for the model's family."""
+
+import pytest
+import torch
+from torch import nn
+
+import torchsbp
+from torchsbp import SBPConfig
+from torchsbp.adapters import ADAPTERS, match
+from torchsbp.config import PRESETS, resolved
+from torchsbp.patching.entry import entries
+from torchsbp.patching.survey import resolved_for
+from torchsbp.sampling.recommended import CONVNEXT, NAMES, SWIN, UNTRIED, VIT
+
+from ..models import MODELS
+from ..steps import check_copies, sampled_in, step
+
+FAMILIES = {"vit": VIT, "convnext": CONVNEXT, "swin": SWIN, "eva02": VIT, "mixer": UNTRIED, "maxvit tf": UNTRIED}
+OTHERS = {"blocks": [1], "recompute": False, "attention": "exact", "seed": 7}
+
+
+def tiny(name: str) -> nn.Module:
+    return MODELS[name].model(drop_path=0.0)
+
+
+def configs(model: nn.Module) -> list[SBPConfig]:
+    return [entry.config for entry, _ in entries(model)]
+
+
+def kept(name: str, **options) -> dict[str, torch.Tensor]:
+    """In the first training step of a tiny model."""
+    model = torchsbp.apply(tiny(name), **options)
+    step(model, MODELS[name].images())
+    return torchsbp.kept(model)
+
+
+@pytest.mark.parametrize("ratio", NAMES)
+@pytest.mark.parametrize("name", ["vit", "convnext", "swin"])
+def test_a_family_is_trained_as_it_is_recommended(name, ratio):
+    """As if its numbers had been given: the same blocks, the same positions of them."""
+    options = getattr(FAMILIES[name], ratio)
+    found, given = kept(name, config=SBPConfig.preset(ratio)), kept(name, **options)
+    assert list(found) == list(given)
+    assert all(torch.equal(found[block], given[block]) for block in given)
+
+
+@pytest.mark.parametrize("name, positions", [("vit", (1, 24)), ("convnext", (0, 16 * 24)), ("swin", (0, 16 * 16))])
+def test_nothing_given_keeps_the_share_of_the_default(name, positions):
+    prefix, grid = positions
+    first = next(iter(kept(name).values()))
+    assert first.shape[1] == prefix + round(FAMILIES[name].default["keep_ratio"] * grid)
+
+
+def test_families_are_as_the_table_says():
+    for name, recommended in FAMILIES.items():
+        adapter, _ = match(tiny(name))
+        assert adapter.recommended is recommended
+    videos = [adapter for adapter in ADAPTERS if "Video" in adapter.name]
+    assert len(videos) == 2
+    assert all(adapter.recommended is UNTRIED for adapter in videos)
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.name)
+def test_what_is_recommended_is_a_configuration_of_numbers(adapter):
+    for name in NAMES:
+        config = resolved(SBPConfig(keep_ratio=name), adapter.recommended)
+        assert config == SBPConfig(**getattr(adapter.recommended, name))
+        assert isinstance(config.keep_ratio, float)
+
+
+@pytest.mark.parametrize("ratio", [0.75, (0.25, 0.75), torchsbp.schedules.Milestones(((0, 0.25), (2, 1.0)))], ids=str)
+def test_a_ratio_that_is_given_is_taken_with_no_other_option(ratio):
+    given = SBPConfig(keep_ratio=ratio)
+    assert resolved(given, VIT) is given
+    assert configs(torchsbp.apply(tiny("vit"), ratio)) == [given]
+
+
+@pytest.mark.parametrize("ratio", NAMES)
+@pytest.mark.parametrize("option", OTHERS)
+def test_other_options_that_are_given_are_taken(ratio, option):
+    (found,) = configs(torchsbp.apply(tiny("vit"), ratio, **{option: OTHERS[option]}))
+    assert found == SBPConfig(**getattr(VIT, ratio) | {option: OTHERS[option]})
+
+
+def test_of_two_backbones_each_is_of_its_own_family():
+    model = nn.ModuleDict({"tokens": tiny("vit"), "maps": tiny("swin")})
+    named = SBPConfig.preset("fast", recompute=False)
+    expected = [resolved(named, VIT), resolved(named, SWIN)]
+    assert expected[0] != expected[1]
+    assert configs(torchsbp.apply(model, config=named)) == expected
+    assert resolved_for(model, named) == named  # there is no one answer
+    assert resolved_for(model["tokens"], named) == expected[0]
+    assert resolved_for(nn.Linear(2, 2), named) == named
+    assert (resolved_for(model, "full"), resolved_for(model, None)) == ("full", None)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_copies_have_the_numbers(preset):
+    model = torchsbp.apply(tiny("vit"), config=SBPConfig.preset(preset))
+    check_copies(model, MODELS["vit"].images())
+    assert all(isinstance(config.keep_ratio, float) for config in configs(model))
+
+
+def test_an_adapter_of_your_own_recommends_nothing_that_was_not_tried():
+    mine = torchsbp.adapters.Adapter("mine", {}, torchsbp.adapters.Layout("mine.ViT"))
+    assert mine.recommended is UNTRIED
+
+
+def test_as_many_blocks_are_sampled_as_is_recommended():
+    few, many = (sampled_in(torchsbp.apply(tiny_deep(), ratio)) for ratio in NAMES)
+    fractions = [getattr(VIT, name).get("blocks", 2 / 3) for name in NAMES]
+    assert [len(few), len(many)] == [round(12 * fraction) for fraction in fractions]
+
+
+def tiny_deep() -> nn.Module:
+    return MODELS["vit"].model(depth=12)
