@@ -59,14 +59,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("where", nargs="*", default=["tests"], help="files or folders")
     parser.add_argument("--marked", default="cuda")
     parser.add_argument("--jobs", type=int, default=8)
-    parser.add_argument("--limit", type=float, default=600, help="seconds for all of them")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for all, finding them included")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="to be recorded")
     parser.add_argument("--commit", default="", help="commit to record, instead of what git says")
     parser.add_argument("--out", type=Path, help="JSON file for the outcomes")
     args = parser.parse_args(argv)
     args.bf16 = True
     begun = time.monotonic()
-    outcomes, texts = run(collected(args.where, args.marked), args.jobs, args.limit)
+    names = collected(args.where, args.marked)
+    outcomes, texts = run(names, args.jobs, args.limit - (time.monotonic() - begun))
     if texts:
         print(texts, flush=True)
     kinds = [*OUTCOMES, "NOT DONE"]

@@ -105,6 +105,7 @@ METHODS = {
     "algorithm 1, r=0.5": Method(algorithm_1(0.5), only="vit"),
     "patch drop 0.5": Method(build={"patch_drop_rate": 0.5}, only="vit"),
     "exact, lean (r=1)": sbp(keep_ratio=1.0),
+    "exact, lean (r=1), a twelfth saved": sbp(keep_ratio=1.0, recompute=11 / 12),
     "exact, lean (r=1), a sixth saved": sbp(keep_ratio=1.0, recompute=5 / 6),
     "sbp query r=0.5": sbp(keep_ratio=0.5),
     "sbp query r=0.5, saved": sbp(keep_ratio=0.5, recompute=False),

@@ -116,20 +116,23 @@ def test_weights_are_cast_again_in_backward():
 
 
 def test_large_hidden_layers_are_computed_in_halves(monkeypatch):
+    """Where memory comes first."""
     p, rows = mlp_params(C, 2 * C), kept_rows(B, N, 0.5)
     x = torch.randn(B, N, C, dtype=torch.float64, requires_grad=True)
     dy = torch.randn_like(x)
 
-    def products(part):
+    def products(part, spare=True):
         """How many there are in backward, and the gradients."""
         graphs = []
         monkeypatch.setattr(mlp, "PART", part)
         torch._dynamo.reset()
         backend = aot_autograd(fw_compiler=read(graphs), bw_compiler=read(graphs))
-        y = torch.compile(lambda x: mlp_branch(x, rows, p), backend=backend, fullgraph=True)(x)
+        options = BackwardOptions(spare=spare)
+        y = torch.compile(lambda x: mlp_branch(x, rows, p, options=options), backend=backend, fullgraph=True)(x)
         found = gradients(y, dy, (x, *p))
         return sum("mm" in str(node.target) for node in graphs[1].nodes), found
 
     (whole, expected), (halves, found) = products(2**24), products(1)
     assert (whole, halves) == (5, 10)
     assert_same_gradients(found, expected)
+    assert products(1, spare=False)[0] == 5

@@ -135,7 +135,7 @@ class _TransformerBlock(torch.autograd.Function):
         weights1, weights2 = split(weights, AttentionWeights, MLPWeights)
         affine = mlp_norm(p2, spec2)
         middle = middle_again(steps, saved, rows, weights1, p1, spec1, factor1, affine, dy)
-        dn, products2 = mlp_backward(steps, kept_dy, middle, h, weights2, p2, spec2, needs2)
+        dn, products2 = mlp_backward(steps, kept_dy, middle, h, weights2, p2, spec2, needs2, options.spare)
         del kept_dy, weights, weights2
         d_middle: Grad = None
         if spec1.rule.query_rows:

@@ -35,13 +35,15 @@ COSINE = Norm(1e-12, "unit")  # products of such are cosines
 
 class BackwardOptions(NamedTuple):
     """How the backward pass of a branch is taken. ``row_weight`` multiplies the cotangent of its kept rows, not that of
-    the residual path; ``weight_scale`` the gradients of its parameters. ``capture``: small passes may be graphs."""
+    the residual path; ``weight_scale`` the gradients of its parameters. ``capture``: small passes may be graphs;
+    ``spare``: memory comes first, so that compiled steps have large hidden layers in halves."""
 
     scope: str = "branch"
     recompute: bool = True
     weight_scale: float = 1.0
     row_weight: RowWeight | None = None
     capture: bool = True
+    spare: bool = True
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

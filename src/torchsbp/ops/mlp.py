@@ -154,11 +154,12 @@ def mlp_backward(
     p: MLPParams,
     spec: MLPSpec,
     needs: Needs,
+    spare: bool,
 ) -> tuple[Tensor, MLPProducts]:
     """From normalised kept rows: their gradient, and the products for the weights. ``h`` is the hidden layer,
     recomputed unless given. Where it is large, maybe one half of the rows after the other."""
     hidden = n.y.shape[0] * cast_weights.weight1.shape[0]
-    if spec.post_norm is not None or not in_halves(hidden, device_of(n.y)):
+    if spec.post_norm is not None or not in_halves(hidden, device_of(n.y), spare):
         return mlp_backward_rows(steps, dy, n.y, h, cast_weights, p, spec, needs)
     halves = steps.parts(2)
     rows = zip(dy.dy.chunk(2), dy.dz.chunk(2), n.y.chunk(2), (None, None) if h is None else h.chunk(2), strict=True)
@@ -171,10 +172,10 @@ def mlp_backward(
     return torch.cat([dn, more_dn]), MLPProducts(weight1, last)
 
 
-def in_halves(hidden: int, device: Device) -> bool:
+def in_halves(hidden: int, device: Device, spare: bool) -> bool:
     """Whether so many elements of the hidden layer are too many at once: their memory would be held by a graph, or is
-    the peak of a compiled step, whose order is not ours."""
-    return (hidden >= 2 * PART and device.capturing()) or (hidden >= 4 * PART and compiling())
+    the peak of a compiled step, whose order is not ours, and is to be spared."""
+    return (hidden >= 2 * PART and device.capturing()) or (spare and hidden >= 4 * PART and compiling())
 
 
 def mlp_backward_rows(
@@ -290,7 +291,7 @@ class _MLPBranch(torch.autograd.Function):
         cast_weights = MLPWeights(*device.cast(n.y.dtype, *mlp_weights(p)[:3], after=dy))
         weight = options.row_weight
         kept_dy = steps.cotangent(dy, rows, factor, p.scale, shape[0], n.y.dtype, total="mlp_output", weight=weight)
-        dn, products = mlp_backward(steps, kept_dy, n, h, cast_weights, p, spec, needs)
+        dn, products = mlp_backward(steps, kept_dy, n, h, cast_weights, p, spec, needs, options.spare)
         dx = steps.norm_backward_input(
             dn, n, affine, x_dtype, rows=rows, inverse=inverse, size=dy.shape[0],
             base=dy if residual else None, gated=options.scope == "block", norm_total="mlp_norm",

@@ -186,7 +186,8 @@ def strategies_for(
     for i, its in enumerate(found):
         site = numbers.get(its.name)
         its_rule = RULES["query"] if site is None else rule
-        sampling = Sampling(masks, site, its_rule, config.scope, config.scale, i < recomputing, config.capture)
+        how = config.scope, config.scale, i < recomputing, config.capture, recomputing == len(found)
+        sampling = Sampling(masks, site, its_rule, *how)
         bound += [(m, strategy_for(part, its.module, sampling)) for m, part in its.description.bindings(its.module)]
     convolutions = stem(model, layout.stages_of(model))
     bound += [(conv, PatchEmbedding(entry)) for conv in convolutions if conv is not entry_module]

@@ -30,6 +30,8 @@ class Sampling:
     scale: str
     recompute: bool
     capture: bool
+    spare: bool
+    """all blocks recompute: memory comes first"""
 
     def kept(self, batch: int, positions: int) -> Kept:
         return Kept() if self.site is None else self.masks.kept(self.site, batch, positions)
@@ -41,7 +43,7 @@ class Sampling:
         if rows is not None and self.scale == "rows":
             k = index(rows.shape[0] // batch)  # a constant, also where the batch is not
             row_weight = RowWeight((positions - prefix) / (k - prefix), prefix)
-        return BackwardOptions(self.scope, self.recompute, weight_scale, row_weight, self.capture)
+        return BackwardOptions(self.scope, self.recompute, weight_scale, row_weight, self.capture, self.spare)
 
 
 STRATEGIES: dict[type, type[Any]] = {}
