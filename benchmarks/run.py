@@ -4,6 +4,7 @@
     python benchmarks/run.py --jobs 16 --out benchmarks/results/h200.json        # on a GPU, bf16: the README's tables
     python benchmarks/run.py --show benchmarks/results/h200.json
     python benchmarks/run.py --show after.json --against before.json             # two commits, case by case
+    python benchmarks/run.py --show benchmarks/results/h200.json --study benchmarks/results/study/cifar10  # the README's
 
 One row per model, mode and method: step time (median), forward and backward apart, images/s, peak memory, ratios to
 full backprop in the same mode, and the ideal speed-up: multiply-adds of full backprop over those of the method.
@@ -14,10 +15,12 @@ import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import children
 import commandline
 from case import MODES, Row, measured
+from torchsbp.study import contest, results
 
 TEXTS = ("profile", "snapshot")
 SHARES = ("measured/ideal", "vs checkpoint", "build time")
@@ -74,23 +77,64 @@ def markdown(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+class Front(NamedTuple):
+    """A line of the README's table: a model, the presets that are this method, in words what they keep, and the arm of
+    the contest that trained so."""
+
+    title: str
+    model: str
+    presets: str
+    kept: str
+    method: str
+    arm: tuple[str, str]
+
+
 FRONT = [
-    (title, model, method)
-    for title, model in (("ViT-B", "vit_base"), ("ConvNeXt-T", "convnext_tiny"), ("Swin-T", "swin_tiny"))
-    for method in ("exact, lean (r=1)", "own rows r=0.5", "own rows r=0.25")
-]
+    Front("ViT-B", "vit_base", "exact", "all", "exact, lean (r=1)", ("hybrid", "full")),
+    Front("ViT-B", "vit_base", "default", "half", "own rows r=0.5", ("hybrid", "own rows 0.5")),
+    Front(
+        "ViT-B", "vit_base", "fast", "a quarter, of 9 blocks", "own rows r=0.25, 9 of 12 blocks",
+        ("hybrid", "own rows 0.25"),
+    ),
+    Front("ConvNeXt-T", "convnext_tiny", "exact, default, fast", "all", "exact, lean (r=1)", ("convnext", "full")),
+    Front("ConvNeXt-T", "convnext_tiny", "–", "half", "own rows r=0.5", ("convnext", "down exact, own rows 0.5")),
+    Front("Swin-T", "swin_tiny", "exact, default, fast", "all", "exact, lean (r=1)", ("swin", "full")),
+    Front("Swin-T", "swin_tiny", "–", "half", "own rows r=0.5", ("swin", "own rows 0.5")),
+]  # fmt: skip
 
 
-def front(rows: list[Row]) -> str:
-    """The README's table: memory and speed against plain training in the same mode."""
+def front(rows: list[Row], studied: list[Row]) -> str:
+    """The README's table: memory and speed against plain training in the same mode, accuracy against full backprop in
+    the contest."""
     found = {(row["model"], row["mode"], row["method"]): row for row in rows}
-    lines = ["| model, batch | `keep_ratio` | eager: memory, speed | compiled: memory, speed |", "|---|---|---|---|"]
-    for title, model, method in FRONT:
-        cells = [found.get((model, mode, method)) for mode in ("eager", "compiled")]
+    lines = [
+        "| model, batch | preset | positions | eager: memory, speed | compiled: memory, speed | accuracy, points |",
+        "|---|---|---|---|---|---|",
+    ]
+    for its in FRONT:
+        cells = [found.get((its.model, mode, its.method)) for mode in ("eager", "compiled")]
         shown = [f"{row['memory']:.2f}×, {row['speed']:.2f}×" if row else "–" for row in cells]
-        batch, ratio = found[model, "compiled", method]["batch"], method.split("r=")[1].strip(")")
-        lines.append(f"| {title}, {batch} | {ratio} | {' | '.join(shown)} |")
+        batch = found[its.model, "compiled", its.method]["batch"]
+        accuracy = "same gradients" if its.arm[1] == "full" else accuracy_of(studied, *its.arm)
+        lines.append(f"| {its.title}, {batch} | {its.presets} | {its.kept} | {' | '.join(shown)} | {accuracy} |")
     return "\n".join(lines)
+
+
+PAIRS = 3
+"""of seeds at least, to tell a difference"""
+
+
+def accuracy_of(studied: list[Row], model: str, arm: str) -> str:
+    """The difference to full backprop after the most epochs that enough pairs have."""
+    curves = contest.curves(studied)
+    full, mine = curves[model, "full"], curves[model, arm]
+    pairs: dict[int, list[float]] = {}
+    for seed, curve in mine.items():
+        for length in curve.keys() & full.get(seed, {}).keys():
+            pairs.setdefault(length, []).append(curve[length] - full[seed][length])
+    longest = max(length for length, values in pairs.items() if len(values) >= PAIRS)
+    told = results.difference(pairs[longest]).split(" (")[0].replace("-", "−")
+    return f"{told} ({len(pairs[longest])} pairs, {longest} epochs)"
 
 
 def compare(rows: list[Row], before: list[Row]) -> str:
@@ -131,12 +175,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--snapshot", action="store_true", help="what is alive at the peak of memory (CUDA)")
     parser.add_argument("--show", type=Path, help="print the tables of a JSON file and stop")
     parser.add_argument("--against", type=Path, help="with --show: compare with the JSON file of another commit")
+    parser.add_argument("--study", type=Path, help="with --show: folder of a contest; the README's table")
     args = parser.parse_args(argv)
 
     if args.show:
         rows = commandline.read(args.show)
         if args.against:
             print(compare(rows, commandline.read(args.against)))
+            return
+        if args.study:
+            print(front(rows, results.read(args.study)))
             return
         for mode in MODES:
             print(f"\n{mode}\n\n{markdown([row for row in rows if row['mode'] == mode])}")

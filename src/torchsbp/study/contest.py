@@ -108,7 +108,8 @@ def equal_epochs(rows: list[Row]) -> str:
 
 
 def equal_time(rows: list[Row]) -> str:
-    """Of every budget: the epochs that fit, the mean accuracy, and the paired difference to exact gradients."""
+    """Of every budget, in epochs of full backpropagation: the epochs that fit, the mean accuracy, and the paired
+    differences to full and exact gradients."""
     found, cells = curves(rows), []
     speeds = {(row["model"], row["arm"]): row for row in results.of(rows, "speed", "ms")}
     for model in dict.fromkeys(model for model, _ in found):
@@ -117,21 +118,25 @@ def equal_time(rows: list[Row]) -> str:
             continue
         lengths = shared(full.values())
         for budget in budgets(lengths):
-            seconds = budget * clock["ms"] * clock["steps"] / 1000
-            for arm, epochs in fitting(speeds, model, seconds).items():
+            fits = fitting(speeds, model, budget)
+            bars = [by_seed(found, model, bar, lengths, fits.get(bar, budget)) for bar in (FULL, "exact")]
+            for arm, epochs in fits.items():
                 values = by_seed(found, model, arm, lengths, epochs)
-                bar = by_seed(found, model, "exact", lengths, fitting(speeds, model, seconds).get("exact", budget))
-                pairs = [value - bar[seed] for seed, value in values.items() if seed in bar]
+                pairs = [difference([values[seed] - bar[seed] for seed in values if seed in bar]) for bar in bars]
                 memory = relative(speeds[model, arm]["peak_bytes"], clock["peak_bytes"])
                 accuracy = f"{mean(values.values()):.2f}" if values else "–"
-                cells.append((model, f"{seconds:.0f}", arm, f"{epochs:.1f}", accuracy, difference(pairs), memory))
-    header = ("model", "seconds", "arm", "epochs in it", "accuracy", "against exact", "peak memory")
+                cells.append((model, f"{budget:.1f}", arm, f"{epochs:.1f}", accuracy, *pairs, memory))
+    header = (
+        "model", "time of full's epochs", "arm", "epochs in it", "accuracy", "against full", "against exact",
+        "peak memory",
+    )  # fmt: skip
     return results.table(header, cells) if cells else "No table at equal time: it needs `study speed` and two lengths."
 
 
-def fitting(speeds: dict[tuple[str, str], Row], model: str, seconds: float) -> dict[str, float]:
-    """arm -> epochs"""
-    return {arm: 1000 * seconds / (row["ms"] * row["steps"]) for (its, arm), row in speeds.items() if its == model}
+def fitting(speeds: dict[tuple[str, str], Row], model: str, budget: float) -> dict[str, float]:
+    """arm -> epochs in the time of so many of full backpropagation"""
+    times = {arm: row["ms"] * row["steps"] for (its, arm), row in speeds.items() if its == model}
+    return {arm: budget * times[FULL] / time for arm, time in times.items()}
 
 
 def by_seed(

@@ -1,0 +1,63 @@
+"""The contest at equal time, with the steps of large models: python benchmarks/equal_time.py CONTEST H200.json
+
+Models of the contest are small, so that many can be trained, and their steps are hundreds of kernels that hardly fill a
+GPU: fewer rows make them little shorter. What sampling pays where a GPU is full is told by the accuracy of the contest
+after as many epochs as the step of a large model of the same family leaves room for.
+"""
+
+import argparse
+from pathlib import Path
+
+import commandline
+from case import Row
+from torchsbp.study import contest, results
+
+LARGE = {
+    ("hybrid", "vit_base"): {
+        "full": "full",
+        "exact": "exact, lean (r=1)",
+        "checkpoint": "checkpoint",
+        "own rows 0.5": "own rows r=0.5",
+        "own rows 0.25": "own rows r=0.25, 9 of 12 blocks",
+    },
+    ("convnext", "convnext_tiny"): {
+        "full": "full",
+        "exact": "exact, lean (r=1)",
+        "checkpoint": "checkpoint",
+        "down exact, own rows 0.5": "own rows r=0.5",
+    },
+}
+"""(model of the contest, large model) -> arm -> method. A quarter of the positions is kept in 5 of the contest's 7
+blocks, which is 9 of 12."""
+
+
+def speeds(rows: list[Row]) -> list[Row]:
+    """Rows of ``torchsbp study speed``: a compiled step of the large model, in the place of the small one's. Its time is
+    that of full backprop by the ratio that both had in one run."""
+    found = {(row["model"], row["method"]): row for row in rows if row["mode"] == "compiled"}
+    return [
+        {
+            "study": "speed", "run": f"{model}, {arm}", "model": model, "arm": arm, "steps": 1,
+            "ms": found[large, "full"]["step ms"] / found[large, method]["speed"],
+            "peak_bytes": found[large, method]["memory"],
+        }
+        for (model, large), arms in LARGE.items()
+        for arm, method in arms.items()
+    ]  # fmt: skip
+
+
+def table(studied: list[Row], rows: list[Row]) -> str:
+    trained = [row for row in studied if row["study"] == "contest"]
+    return contest.equal_time([*trained, *speeds(rows)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("contest", type=Path, help="folder of a contest")
+    parser.add_argument("rows", type=Path, help="JSON file of benchmarks/run.py")
+    args = parser.parse_args()
+    print(table(results.read(args.contest), commandline.read(args.rows)))
+
+
+if __name__ == "__main__":
+    main()
