@@ -32,7 +32,7 @@ blocks, which is 9 of 12."""
 
 
 def speeds(rows: list[Row]) -> list[Row]:
-    """Rows of ``torchsbp study speed``: a compiled step of the large model, in the place of the small one's. Its time is
+    """Rows of ``torchsbp study speed``: a compiled step of the large model in the place of the small one's. Its time is
     that of full backprop by the ratio that both had in one run."""
     found = {(row["model"], row["method"]): row for row in rows if row["mode"] == "compiled"}
     return [

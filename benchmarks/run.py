@@ -4,7 +4,7 @@
     python benchmarks/run.py --jobs 16 --out benchmarks/results/h200.json        # on a GPU, bf16: the README's tables
     python benchmarks/run.py --show benchmarks/results/h200.json
     python benchmarks/run.py --show after.json --against before.json             # two commits, case by case
-    python benchmarks/run.py --show benchmarks/results/h200.json --study benchmarks/results/study/cifar10  # the README's
+    python benchmarks/run.py --show benchmarks/results/h200.json --study benchmarks/results/study/cifar10  # README's
 
 One row per model, mode and method: step time (median), forward and backward apart, images/s, peak memory, ratios to
 full backprop in the same mode, and the ideal speed-up: multiply-adds of full backprop over those of the method.
