@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .compiling import call_named, captured_later, read_by_inductor, shapes_alone
-from .graphs import Pass, Tensors, passed, run_pass, with_passed
+from .graphs import Pass, Tensors, passed, run_pass, surroundings, with_passed
 
 
 class Called(NamedTuple):
@@ -93,7 +93,7 @@ def laid_out(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
 
 @cache
 def compiled_pass(name: str) -> Pass:
-    """The pass as the compiler makes it for tensors of these shapes and strides."""
+    """The pass as the compiler makes it for tensors of the shapes and strides that it is given, whatever the stream."""
     run = _PASSES[name].run
     compiled: dict[Hashable, Callable[..., Any]] = {}
 
@@ -101,7 +101,7 @@ def compiled_pass(name: str) -> Pass:
         if _get_current_dispatch_mode() is not None:  # somebody looks at every operator
             return run(static, given)
         tensors = [t.detach() for t in given if t is not None]
-        kind = tuple((t.shape, t.stride()) for t in tensors)
+        kind = *surroundings(tensors[0].device)[2:], *((t.shape, t.stride()) for t in tensors)
         with torch.no_grad():
             if kind not in compiled:
                 compiled[kind] = torch._inductor.compile(read_again(name, given), tensors)
