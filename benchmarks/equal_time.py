@@ -26,6 +26,7 @@ LARGE = {
         "checkpoint": "checkpoint",
         "down exact, own rows 0.5": "own rows r=0.5",
     },
+    ("swin", "swin_tiny"): {"full": "full", "exact": "exact, lean (r=1)", "own rows 0.5": "own rows r=0.5"},
 }
 """(model of the contest, large model) -> arm -> method. A quarter of the positions is kept in 5 of the contest's 7
 blocks, which is 9 of 12."""
