@@ -277,6 +277,44 @@ def test_the_passes_of_a_compiled_step_are_compiled_once_for_all_blocks(ratio, g
     torch._dynamo.reset()
 
 
+def test_passes_of_grids_of_other_dimensions_do_not_meet(graphs):
+    """What is known of the results of one, their layout, is not said of the other's."""
+    p1, p2 = (on_device(p) for p in (attention_params(C, HEADS), mlp_params(C, 2 * C)))
+
+    def run(x):
+        return transformer_block(x, None, p1, SPEC, p2, MLPSpec())
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=False)
+    image, clip = (torch.randn(B, *grid, C, dtype=torch.float64, device=DEVICE) for grid in ((4, 6), (2, 3, 4)))
+    for x in (image, clip, image):
+        y = compiled(x.requires_grad_())
+        assert y.shape == x.shape
+        (found,) = gradients(y, torch.ones_like(y), (x,))
+        (expected,) = gradients(run(x), torch.ones_like(y), (x,))
+        assert torch.allclose(found, expected)
+    torch._dynamo.reset()
+
+
+def test_what_is_compiled_for_a_device_runs_there_alone(graphs, monkeypatch):
+    made = []
+
+    def compile_pass(graph, given):
+        device = given[0].device
+        made.append(device.type)
+        return lambda *tensors: [torch.empty(2, device=device)]
+
+    monkeypatch.setattr(torch._inductor, "compile", compile_pass)
+    monkeypatch.setattr(operators, "surroundings", lambda device: (device, 0))
+    monkeypatch.setitem(operators._PASSES, "mine", operators.Called(lambda static, given: (given, None), None, True))
+    monkeypatch.setitem(operators._OUTCOMES, "mine", operators.Outcome(1, [0], [(0,)], {}, None))
+    run = operators.compiled_pass.__wrapped__("mine")
+    for device in ("cpu", "meta", "cpu", "meta"):
+        (result,), _ = run(None, [torch.empty(2, device=device)])
+        assert result.device.type == device
+    assert made == ["cpu", "meta"]
+
+
 def test_what_is_passed_on_is_not_copied(graphs):
     """Parameters, and x where it is saved as it is, are saved themselves by a replayed forward pass."""
     for seed in range(3):

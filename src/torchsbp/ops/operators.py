@@ -44,9 +44,10 @@ torch.library.define("torchsbp::run_pass", "(str name, Tensor?[] given) -> Tenso
 
 def named_pass(run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
     """``run_pass`` in a compiled step: the compiler has a name for the pass."""
-    kinds = [None if t is None else (t.dtype, t.is_contiguous()) for t in given]
-    sizes = [size for t in given if t is not None for size in t.shape]
-    compiles = read_by_inductor() and all(type(size) is int for size in sizes)
+    constant = all(type(size) is int for t in given if t is not None for size in t.shape)
+    how = laid if constant else ordered  # it decides how results lie in memory, which is held by the name
+    kinds = [None if t is None else (t.dtype, *how(t)) for t in given]
+    compiles = constant and read_by_inductor()
     name = call_named(run.__module__, run.__qualname__, static, kinds, compiles)
     _PASSES[name] = Called(run, static, compiles)
     made = torch.ops.torchsbp.run_pass(name, list(given))
@@ -77,6 +78,14 @@ def _outcome(name: str, given: Tensors) -> list[Tensor]:
     return found
 
 
+def laid(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(tensor.shape), tensor.stride()
+
+
+def ordered(tensor: Tensor) -> tuple[tuple[int, ...], bool]:
+    return order_of(tensor), tensor.is_contiguous()
+
+
 def order_of(tensor: Tensor) -> tuple[int, ...]:
     """Its dimensions, the one with the largest stride first; of equal ones the first, whose size is then 1."""
     strides = tensor.stride()
@@ -93,7 +102,8 @@ def laid_out(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
 
 @cache
 def compiled_pass(name: str) -> Pass:
-    """The pass as the compiler makes it for tensors of the shapes and strides that it is given, whatever the stream."""
+    """The pass as the compiler makes it for tensors of the shapes and strides that it is given, on their device,
+    whatever the stream."""
     run = _PASSES[name].run
     compiled: dict[Hashable, Callable[..., Any]] = {}
 
@@ -101,7 +111,8 @@ def compiled_pass(name: str) -> Pass:
         if _get_current_dispatch_mode() is not None:  # somebody looks at every operator
             return run(static, given)
         tensors = [t.detach() for t in given if t is not None]
-        kind = *surroundings(tensors[0].device)[2:], *((t.shape, t.stride()) for t in tensors)
+        device, _, *others = surroundings(tensors[0].device)
+        kind = device, *others, *map(laid, tensors)
         with torch.no_grad():
             if kind not in compiled:
                 compiled[kind] = torch._inductor.compile(read_again(name, given), tensors)
