@@ -296,7 +296,7 @@ def test_passes_of_grids_of_other_dimensions_do_not_meet(graphs):
     torch._dynamo.reset()
 
 
-def test_what_is_compiled_for_a_device_runs_there_alone(graphs, monkeypatch):
+def test_what_is_compiled_for_a_device_runs_there_alone_and_nothing_is_while_a_user_captures(graphs, monkeypatch):
     made = []
 
     def compile_pass(graph, given):
@@ -312,6 +312,12 @@ def test_what_is_compiled_for_a_device_runs_there_alone(graphs, monkeypatch):
     for device in ("cpu", "meta", "cpu", "meta"):
         (result,), _ = run(None, [torch.empty(2, device=device)])
         assert result.device.type == device
+    assert made == ["cpu", "meta"]
+    monkeypatch.setattr(operators, "in_capture", lambda device: True)
+    for size, same in ((2, False), (3, True)):  # what is compiled, and what can't be in a capture of the user's
+        given = torch.empty(size)
+        (result,), _ = run(None, [given])
+        assert (result is given) == same
     assert made == ["cpu", "meta"]
 
 

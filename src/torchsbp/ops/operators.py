@@ -111,8 +111,10 @@ def compiled_pass(name: str) -> Pass:
         if _get_current_dispatch_mode() is not None:  # somebody looks at every operator
             return run(static, given)
         tensors = [t.detach() for t in given if t is not None]
-        device, _, *others = surroundings(tensors[0].device)
-        kind = device, *others, *map(laid, tensors)
+        device = tensors[0].device
+        kind = device, *surroundings(device)[2:], *map(laid, tensors)
+        if kind not in compiled and in_capture(device):  # by the user: compilers run kernels, which fails there
+            return run(static, given)
         with torch.no_grad():
             if kind not in compiled:
                 compiled[kind] = torch._inductor.compile(read_again(name, given), tensors)
@@ -124,6 +126,10 @@ def compiled_pass(name: str) -> Pass:
         return results, outcome.extra
 
     return run_compiled
+
+
+def in_capture(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def read_again(name: str, given: Tensors) -> fx.GraphModule:
