@@ -296,7 +296,9 @@ def test_passes_of_grids_of_other_dimensions_do_not_meet(graphs):
     torch._dynamo.reset()
 
 
-def test_what_is_compiled_for_a_device_runs_there_alone_and_nothing_is_while_a_user_captures(graphs, monkeypatch):
+@pytest.fixture
+def compiled_pass(graphs, monkeypatch):
+    """Of one tensor, which it gives back where it is not compiled, and the devices that it is compiled for."""
     made = []
 
     def compile_pass(graph, given):
@@ -308,17 +310,26 @@ def test_what_is_compiled_for_a_device_runs_there_alone_and_nothing_is_while_a_u
     monkeypatch.setattr(operators, "surroundings", lambda device: (device, 0))
     monkeypatch.setitem(operators._PASSES, "mine", operators.Called(lambda static, given: (given, None), None, True))
     monkeypatch.setitem(operators._OUTCOMES, "mine", operators.Outcome(1, [0], [(0,)], {}, None))
-    run = operators.compiled_pass.__wrapped__("mine")
+    return operators.compiled_pass.__wrapped__("mine"), made
+
+
+def test_what_is_compiled_for_a_device_runs_there_alone(compiled_pass):
+    run, made = compiled_pass
     for device in ("cpu", "meta", "cpu", "meta"):
         (result,), _ = run(None, [torch.empty(2, device=device)])
         assert result.device.type == device
     assert made == ["cpu", "meta"]
+
+
+def test_nothing_is_compiled_while_a_user_captures(compiled_pass, monkeypatch):
+    run, made = compiled_pass
+    run(None, [torch.empty(2)])
     monkeypatch.setattr(operators, "in_capture", lambda device: True)
-    for size, same in ((2, False), (3, True)):  # what is compiled, and what can't be in a capture of the user's
+    for size, same in ((2, False), (3, True)):  # what is compiled already runs so
         given = torch.empty(size)
         (result,), _ = run(None, [given])
         assert (result is given) == same
-    assert made == ["cpu", "meta"]
+    assert made == ["cpu"]
 
 
 def test_what_is_passed_on_is_not_copied(graphs):

@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten
 
 import torchsbp
+from torchsbp.errors import UsageError
 from torchsbp.sampling import operators
 from torchsbp.sampling.samplers import SAMPLERS
 
@@ -173,3 +174,12 @@ def test_graphs_of_models_that_are_gone_are_let_go():
     gc.collect()
     captures.let_go()
     assert [key[0] for key in captures.graphs] == [StorageWeakRef(here.untyped_storage())]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's, where it goes on in parts
+def test_what_can_not_be_drawn_is_refused_in_a_compiled_step_too():
+    model = torchsbp.apply(MODELS["convnext"].model(), keep_ratio=0.5, sampler="frames")
+    torch._dynamo.reset()
+    with pytest.raises(UsageError, match="samplers of frames need a video grid"):
+        torch.compile(model, backend="aot_eager")(MODELS["convnext"].images())
+    torch._dynamo.reset()

@@ -21,7 +21,7 @@ from ..ops.graphs import Pool
 
 Drawn = TypeVar("Drawn")
 HELD = 32
-"""graphs of one backbone: image sizes, batches"""
+"""graphs of one backbone, in compiled steps of all: image sizes, batches"""
 ALIGNED = 16
 """bytes, as Triton's kernels like addresses"""
 

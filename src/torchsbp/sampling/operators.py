@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..errors import UsageError
 from ..ops.compiling import captured_whole, one_call
 from ..ops.graphs import Groups
 from ..ops.window_attention import Cut
@@ -34,6 +35,9 @@ def drawn(plan: Plan, given: Given) -> tuple[Kept, ...]:
     sites = tuple([(s.stage, s.heads, s.ratio, numbers_in(s.partition)) for s in plan.sites])
     how = plan.sampler, plan.seed, plan.per_sample, plan.per_block, plan.prefix, plan.grids, sites
     name = named(*how, None if images is None else images.padded)
+    refusal = refused(name, step.device)
+    if refusal:  # as in eager mode, not inside of the call, where a compiler has its own words for it
+        raise UsageError(refusal)
     tensors = [*call(name, step, None if images is None else images.sizes, batch), None]
     found = []
     for site, numbers in zip(plan.sites, numbers_of(name, step.device), strict=True):
@@ -198,6 +202,15 @@ def call(name: str, step: Tensor, sizes: Tensor | None, batch: int) -> list[Tens
     return (distinct if captured_whole() else torch.ops.torchsbp.draw)(name, step, sizes, batch)
 
 
+def refused(name: str, device: torch.device) -> str:
+    """Why nothing can be drawn so; "" if it can."""
+    try:
+        layout(name, device)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
 def numbers_of(name: str, device: torch.device) -> tuple[tuple[int, ...], ...]:
     return layout(name, device).numbers
 
@@ -205,3 +218,4 @@ def numbers_of(name: str, device: torch.device) -> tuple[tuple[int, ...], ...]:
 # As torch.compiler.assume_constant_result has it: run when they are read.
 setattr(named, "_dynamo_marked_constant", True)  # noqa: B010
 setattr(numbers_of, "_dynamo_marked_constant", True)  # noqa: B010
+setattr(refused, "_dynamo_marked_constant", True)  # noqa: B010
