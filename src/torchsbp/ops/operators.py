@@ -4,7 +4,7 @@ The step has a call for every block. What it calls is compiled by itself, once f
 the step is built in less time than if the compiler read every block, and launches as little as an eager one.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from operator import getitem
 from typing import Any, NamedTuple
@@ -36,6 +36,13 @@ class Outcome(NamedTuple):
     passed: dict[int, tuple[int, torch.Size]]
     extra: Any
 
+    def placed(self, made: Sequence[Tensor]) -> list[Any]:
+        """All results, of which these are made: the others are None."""
+        found: list[Any] = [None] * self.results
+        for number, tensor in zip(self.made, made, strict=True):
+            found[number] = tensor
+        return found
+
 
 _PASSES: dict[str, Called] = {}
 _OUTCOMES: dict[str, Outcome] = {}
@@ -52,10 +59,7 @@ def named_pass(run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
     _PASSES[name] = Called(run, static, compiles)
     made = torch.ops.torchsbp.run_pass(name, list(given))
     outcome = _OUTCOMES[name]
-    found: list[Any] = [None] * outcome.results
-    for number, tensor in zip(outcome.made, made, strict=True):
-        found[number] = tensor
-    return with_passed(found, outcome.passed, given), outcome.extra
+    return with_passed(outcome.placed(made), outcome.passed, given), outcome.extra
 
 
 @torch.library.impl("torchsbp::run_pass", ("cpu", "cuda"))
@@ -120,10 +124,7 @@ def compiled_pass(name: str) -> Pass:
                 compiled[kind] = torch._inductor.compile(read_again(name, given), tensors)
             made = compiled[kind](*tensors)
         outcome = _OUTCOMES[name]
-        results: list[Any] = [None] * outcome.results
-        for number, tensor in zip(outcome.made, made, strict=True):
-            results[number] = tensor
-        return results, outcome.extra
+        return outcome.placed(made), outcome.extra
 
     return run_compiled
 
