@@ -95,6 +95,7 @@ def test_resume_takes_a_runs_folder(half, tmp_path, capsys):
     assert "empty: --resume takes a run's folder, a checkpoint, or auto" in capsys.readouterr().err
 
 
+CPU_DEVICE = torch.device("cpu")
 CPU = "[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 4194304 bytes"
 
 
@@ -124,15 +125,25 @@ def test_out_of_memory_says_what_to_do_with_the_numbers(tmp_path, capsys, monkey
 def test_a_real_shortage_is_recognised(tmp_path):
     config = parse("train", [str(recipe(tmp_path))])
     needed = r"out of memory with 8 samples per forward \(\d{9,} MiB more were needed\)"
-    with pytest.raises(RunError, match=needed), told(config, Processes(torch.device("cpu"))):
+    with pytest.raises(RunError, match=needed), told(config, Processes(CPU_DEVICE)):
         torch.empty(1 << 50, dtype=torch.uint8)
     assert [smaller(n) for n in (2, 9, 64, 70, 7)] == [1, 3, 32, 35, 1]
 
 
-def test_other_errors_pass(tmp_path):
+@pytest.mark.parametrize(
+    "ours", [RuntimeError("ours"), EOFError("Caught EOFError in DataLoader worker process 0.\nours")]
+)
+def test_other_errors_pass(tmp_path, ours):
     config = parse("train", [str(recipe(tmp_path))])
-    with pytest.raises(RuntimeError, match="ours"), told(config, Processes(torch.device("cpu"))):
-        raise RuntimeError("ours")
+    with pytest.raises(type(ours), match="ours"), told(config, Processes(CPU_DEVICE)):
+        raise ours
+
+
+@pytest.mark.parametrize("cut_off", [ConnectionResetError(104, "Connection reset by peer"), EOFError()])
+def test_a_worker_that_is_lost_while_it_hands_over_a_batch(tmp_path, cut_off):
+    config = parse("train", [str(recipe(tmp_path))])
+    with pytest.raises(RunError, match="a process that reads data was lost"), told(config, Processes(CPU_DEVICE)):
+        raise cut_off
 
 
 def test_a_killed_worker_is_told(tmp_path):

@@ -12,6 +12,8 @@ from .config import Config
 from .distributed import Processes
 
 KILLED = re.compile(r"DataLoader worker \(pid\(?s?\)? ?[\d, ]+\) (?:is killed by signal: (.+?)\.|exited unexpectedly)")
+CUT_OFF = (ConnectionError, EOFError)
+"""what a process sees of another that ends while it hands over a batch"""
 CPU_FULL = re.compile(r"DefaultCPUAllocator.*?tried to allocate (\d+) bytes", re.S)
 
 
@@ -20,17 +22,24 @@ def told(config: Config, processes: Processes) -> Iterator[None]:
     """Inside, errors of memory and of worker processes are ``RunError``; all others pass."""
     try:
         yield
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, *CUT_OFF) as error:
         text = str(error)
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_FULL.search(text):
             raise RunError(out_of_memory(text, config, processes)) from error
-        if killed := KILLED.search(text):
-            reason = f"killed ({killed[1]})" if killed[1] else "lost"
+        if end := end_of_worker(error):
             raise RunError(
-                f"a process that reads data was {reason}; often memory was short: fewer task.data.workers read less at "
+                f"a process that reads data was {end}; often memory was short: fewer task.data.workers read less at "
                 "once. Continue with --resume auto"
             ) from error
         raise
+
+
+def end_of_worker(error: Exception) -> str:
+    """How a worker process ended, if that is what the error tells; else ""."""
+    if killed := KILLED.search(str(error)):
+        return f"killed ({killed[1]})" if killed[1] else "lost"
+    raised_there = "in DataLoader worker process" in str(error)
+    return "lost" if isinstance(error, CUT_OFF) and not raised_there else ""
 
 
 def out_of_memory(text: str, config: Config, processes: Processes) -> str:
