@@ -92,7 +92,7 @@ class LearnedRope(nn.Module):
         super().__init__()
         self.embedding = nn.Parameter(rope.get_embed().detach())
 
-    def get_embed(self) -> Tensor:
+    def get_embed(self, shape: Any = None) -> Tensor:
         return self.embedding
 
 
