@@ -61,18 +61,18 @@ def show(row: Row) -> str:
 
 
 def markdown(rows: list[Row]) -> str:
-    """A table: peak memory where it was measured, time and both ratios, and shares that rows carry."""
+    """A table: peak memory where it was measured, time and both ratios, shares that rows carry, and their commits."""
     rows = [row for row in rows if "speed" in row]
     shares = [key for key in SHARES if any(key in row for row in rows)]
-    lines = [
-        " | ".join(("| model, batch | method | peak memory | step time", *shares)) + " |",
-        "|---" * (4 + len(shares)) + "|",
-    ]
+    titles = ["model, batch", "method", "peak memory", "step time", *shares]
+    titles += ["commit"] if any("commit" in row for row in rows) else []
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for row in rows:
         memory = f"{row['peak MiB']:.0f} MiB, {row['memory']:.2f}×" if "memory" in row else "–"
         time_ = f"{row['step ms']:.1f} ms, {row['speed']:.2f}× speed"
         cells = [f"{row['model']}, {row['batch']}", row["method"], memory, time_]
         cells += [f"{row[key]:.2f}×" if key in row else "–" for key in shares]
+        cells += [f"{row['commit']}{' *' if 'rounds ms' in row else ''}"] if "commit" in row else []
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
