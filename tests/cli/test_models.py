@@ -102,6 +102,12 @@ def test_blocks_of_a_model_are_grouped(capsys, name, lines):
     assert out.splitlines()[: len(lines)] == lines
 
 
+def test_families_whose_presets_sample_nothing_say_so(capsys):
+    _, out, _ = run(capsys, "convnext_tiny")
+    exact = "keep_ratio=1.0 (all blocks exact; those above are sampled at any ratio below 1)"
+    assert out.splitlines()[-2:] == [f"  default: {exact}", f"  fast: {exact}"]
+
+
 def test_what_is_said_is_what_apply_does(capsys):
     _, out, _ = run(capsys, "test_vit", "--json")
     (backbone,) = json.loads(out)["backbones"]

@@ -1,5 +1,7 @@
 """What a compiler finds of an op: one call when it reads the bytecode, and casts that it does not keep."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -136,3 +138,11 @@ def test_large_hidden_layers_are_computed_in_halves(monkeypatch):
     assert (whole, halves) == (5, 10)
     assert_same_gradients(found, expected)
     assert products(1, spare=False)[0] == 5
+
+
+def test_what_one_thread_asks_for_is_not_asked_of_another():
+    """Two steps that are compiled at once."""
+    with compiling.shapes_alone(), compiling.captured_later(), ThreadPoolExecutor(1) as other:
+        assert (compiling.no_data(), compiling.read_to_be_captured()) == (True, True)
+        assert other.submit(lambda: (compiling.no_data(), compiling.read_to_be_captured())).result() == (False, False)
+    assert (compiling.no_data(), compiling.read_to_be_captured()) == (False, False)

@@ -17,6 +17,7 @@ from ..ops.rules import RULES
 from ..patching.survey import survey
 from .named import HELP, find_model
 
+EXACT = " (all blocks exact; those above are sampled at any ratio below 1)"
 PURPOSE = "which models are supported, and which blocks of a model"
 
 
@@ -140,7 +141,8 @@ def describe(name: str, about: dict[str, Any]) -> str:
 def recommendations(recommended: dict[str, dict[str, Any]]) -> Iterator[str]:
     """What the presets of these names are for the family."""
     for preset, options in recommended.items():
-        yield f"  {preset}: " + ", ".join(f"{option}={value}" for option, value in options.items())
+        told = ", ".join(f"{option}={value}" for option, value in options.items())
+        yield f"  {preset}: {told}{EXACT if options['keep_ratio'] == 1 else ''}"
 
 
 def group(found: list[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:

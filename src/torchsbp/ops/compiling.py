@@ -7,8 +7,9 @@ would take much longer.
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from hashlib import sha256
+from threading import local
 from typing import Any
 
 import torch
@@ -18,13 +19,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 Call = Callable[..., Any]
 _CALLS: list[Call] = []
 _KINDS: dict[str, type[Any]] = {}
-_shapes_alone = False
-_captured_later = False
+
+
+class _Asked(local):
+    """What a compiler asks an op for, other than to be read; by thread, as steps may be compiled in several at once."""
+
+    shapes_alone = captured_later = False
+
+
+_asked = _Asked()
 
 
 def compiling() -> bool:
     """Whether a compiler reads this, the first time or the second."""
-    return torch.compiler.is_compiling() or (TracingContext.try_get() is not None and not _shapes_alone)
+    return torch.compiler.is_compiling() or (TracingContext.try_get() is not None and not _asked.shapes_alone)
 
 
 def captured_whole() -> bool:
@@ -41,33 +49,32 @@ def read_by_inductor() -> bool:
 
 def no_data() -> bool:
     """Whether tensors stand for others of their shapes: there is nothing to launch a kernel on."""
-    return _shapes_alone
-
-
-@contextmanager
-def shapes_alone() -> Iterator[None]:
-    """Inside, the shapes of what an op makes are asked for by the compiler, which will not see how it does."""
-    global _shapes_alone
-    before, _shapes_alone = _shapes_alone, True
-    try:
-        yield
-    finally:
-        _shapes_alone = before
+    return _asked.shapes_alone
 
 
 def read_to_be_captured() -> bool:
     """Whether what a compiler reads is a pass by itself, which will be captured."""
-    return _captured_later
+    return _asked.captured_later
+
+
+def shapes_alone() -> AbstractContextManager[None]:
+    """Inside, the shapes of what an op makes are asked for by the compiler, which will not see how it does."""
+    return _asking("shapes_alone")
+
+
+def captured_later() -> AbstractContextManager[None]:
+    """Inside, a compiler reads a pass by itself."""
+    return _asking("captured_later")
 
 
 @contextmanager
-def captured_later() -> Iterator[None]:
-    global _captured_later
-    before, _captured_later = _captured_later, True
+def _asking(what: str) -> Iterator[None]:
+    before = getattr(_asked, what)
+    setattr(_asked, what, True)
     try:
         yield
     finally:
-        _captured_later = before
+        setattr(_asked, what, before)
 
 
 def call_named(what: str, *depends: Any) -> str:
