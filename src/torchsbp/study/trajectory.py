@@ -4,7 +4,6 @@ Both are trained in turn, epoch by epoch, from the same weights on the same batc
 backpropagation twice, with other batches.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from statistics import mean
@@ -14,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..adapters.blocks import blocks_of
-from ..report.sheet import Drawing, drawn
+from ..report.charts import Axis, Drawing
+from ..report.sheet import drawn
 from . import results
 from .arms import ARMS, FULL
 from .data import Data
+from .models import TITLES
 from .plan import Plan
 from .results import Finding
 from .training import Place, Row, Run, Settings, Training, predictions
@@ -121,37 +122,38 @@ def series(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 def drawings(rows: list[Row]) -> dict[str, list[Drawing]]:
-    """A sheet per model: norms of some blocks, full and arms; weights; agreement."""
+    """A sheet per model: norms of some blocks, full and arms, on one axis; weights; agreement."""
     sheets: dict[str, list[Drawing]] = {}
     found = series(rows)
     for model in dict.fromkeys(model for model, _ in found):
         mine = {arm: its for (name, arm), its in found.items() if name == model}
         first = next(iter(mine.values()))
-        norms = [(FULL, "full_norms", first), *((arm, "norms", its) for arm, its in mine.items() if arm != CONTROL)]
-        sheets[model] = [norms_drawn(f"{model}: {who}", its, key) for who, key, its in norms]
-        for key, unit in (("weights", "cosine of weights with full"), ("agreement", "predictions equal to full's, %")):
+        norms = {FULL: norms_of("full_norms", first)}
+        norms |= {arm: norms_of("norms", its) for arm, its in mine.items() if arm != CONTROL}
+        axis = Axis.of([y for lines in norms.values() for its in lines.values() for _, y in its], log=True)
+        sheets[model] = [
+            drawn(f"{TITLES[model]}: {who}", "norm of a block's gradient", "epoch", lines, axis=axis)
+            for who, lines in norms.items()
+        ]
+        for key, unit in (("weights", "cosine with full's"), ("predictions", "equal to full's, %")):
             lines = {
-                arm: [(row["epoch"], row[key]["all"] if key == "weights" else row[key]) for row in its]
+                arm: [(row["epoch"], row["weights"]["all"] if key == "weights" else row["agreement"]) for row in its]
                 for arm, its in mine.items()
             }
-            sheets[model].append(drawn(f"{model}: {key}", unit, "epoch", lines))
+            sheets[model].append(drawn(f"{TITLES[model]}: {key}", unit, "epoch", lines))
     return sheets
 
 
-def norms_drawn(title: str, rows: list[Row], key: str) -> Drawing:
-    """Of four blocks or so, over epochs; logarithms, as the first epoch has much larger ones."""
+def norms_of(key: str, rows: list[Row]) -> dict[str, list[tuple[float, float]]]:
+    """Of four blocks or so, over epochs."""
     blocks = [block for block in rows[0][key] if block]
-    lines = {
-        block: [(row["epoch"], math.log10(row[key][block])) for row in rows]
-        for block in blocks[:: -(-len(blocks) // 4)]
-    }
-    return drawn(title, "log₁₀ of the norm of a block's gradient", "epoch", lines)
+    return {block: [(row["epoch"], row[key][block]) for row in rows] for block in blocks[:: -(-len(blocks) // 4)]}
 
 
 def findings(rows: list[Row]) -> list[Finding]:
     """Of the papers' setting, the default one here; the control beside it."""
     found, result = series(rows), []
-    for model, figure in (("vit", "9"), ("convnext", "10")):
+    for model, figure in (("vit", "9"), ("hybrid", "9"), ("convnext", "10")):
         if (model, PAPERS) not in found:
             continue
         last, control = found[model, PAPERS][-1], found.get((model, CONTROL))
