@@ -1,11 +1,13 @@
 """Along training: norms of gradients, and how an arm's model parts from that of full backpropagation.
 
-Both are trained in turn, epoch by epoch, from the same weights on the same batches. "other order" is the control: full
+Both are trained from the same weights on the same batches. "other order" is the control: full
 backpropagation twice, with other batches.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from statistics import mean
 
 import torch
@@ -21,7 +23,7 @@ from .data import Data
 from .models import TITLES
 from .plan import Plan
 from .results import Finding
-from .training import Place, Row, Run, Settings, Training, predictions
+from .training import Place, Row, Run, Settings, Training, fresh, predictions
 
 PAPERS, CONTROL = "grid 0.5", "other order"
 ARMS_HERE = (PAPERS, "own rows 0.5", "down exact, own rows 0.5", CONTROL)
@@ -42,17 +44,44 @@ def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
     """A row per epoch: norms by block in both runs, cosines of their weights, and how many predictions agree."""
     # Hooks are called where gradients are computed step by step, not where a graph is replayed.
     data, settings = Data.load(place.data, settings.images), replace(settings, capture=False)
-    pairs = [Training(its, settings, data) for its in (replace(run, arm=FULL), run)]
-    norms = [watched(its.model) for its in pairs]
-    for number in range(run.epochs):
-        for its in pairs:
-            its.epoch(number)
-        full, mine = (predictions(its.model, data, settings.batch) for its in pairs)
+    plain = replace(run, arm=FULL)
+    twin = fresh(plain, settings, data).to(data.device)
+    mine = Training(run, settings, data)
+    norms = watched(mine.model)
+    for number, (weights_of_full, full_norms) in enumerate(full_epochs(plain, settings, data, place.out)):
+        twin.load_state_dict(weights_of_full)
+        mine.epoch(number)
+        full, its = (predictions(model, data, settings.batch) for model in (twin, mine.model))
         yield {
-            "epoch": number + 1, "accuracy": share(mine == data.y_test), "full_accuracy": share(full == data.y_test),
-            "agreement": share(mine == full), "weights": weights(*(its.model for its in pairs)),
-            "full_norms": emptied(norms[0], pairs[0].steps), "norms": emptied(norms[1], pairs[1].steps),
+            "epoch": number + 1, "accuracy": share(its == data.y_test), "full_accuracy": share(full == data.y_test),
+            "agreement": share(its == full), "weights": weights(twin, mine.model),
+            "full_norms": full_norms, "norms": emptied(norms, mine.steps),
         }  # fmt: skip
+
+
+Epoch = tuple[dict[str, Tensor], dict[str, float]]
+"""weights, and the norm of every block's gradient"""
+
+
+def full_epochs(run: Run, settings: Settings, data: Data, folder: Path) -> Iterator[Epoch]:
+    """Full backpropagation after every epoch. It is trained once for all arms of a folder."""
+    file = folder / "states" / f"trajectory, {run.name}.pt"
+    if file.exists():
+        known, before = torch.load(file, weights_only=True, map_location=data.device)
+        if known == str(settings):
+            yield from before
+            return
+    training, epochs = Training(run, settings, data), list[Epoch]()
+    norms = watched(training.model)
+    for number in range(run.epochs):
+        training.epoch(number)
+        now = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+        epochs.append((now, emptied(norms, training.steps)))
+        yield epochs[-1]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")
+    torch.save((str(settings), epochs), part)
+    part.replace(file)
 
 
 def share(right: Tensor) -> float:
