@@ -149,6 +149,13 @@ def reached(what: str) -> str:
     return f"{mean(curve[int(length)] for curve in seeds.values() if int(length) in curve):.1f}"
 
 
+def weights(what: str) -> str:
+    """FOLDER MODEL: the accuracy of the weights at which neighbours, and gradients, were compared."""
+    folder, model = what.split()
+    (found,) = (row for row in results.of(rows(folder), "similarity", "accuracy") if row["model"] == model)
+    return f"{found['accuracy']:.1f}"
+
+
 def parts(what: str) -> tuple[str, str, str]:
     model, _, rest = what.partition(", ")
     arm, _, last = rest.rpartition(", ")
@@ -169,6 +176,7 @@ MADE: dict[str, Callable[[str], str]] = {
     "large-clock": timed(large),
     "pair": pair,
     "reached": reached,
+    "weights": weights,
 }
 """The first word of a mark -> what makes of the rest what stands there."""
 

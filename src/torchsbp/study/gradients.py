@@ -22,7 +22,7 @@ from .data import Data
 from .models import TITLES
 from .plan import Plan
 from .results import Finding, above
-from .training import Place, Row, Run, Settings, trained
+from .training import Place, Row, Run, Settings, accuracy, trained
 
 KEYS = ("cosine", "norm", "bias", "variance")
 Gradients = dict[str, Tensor]
@@ -39,7 +39,8 @@ def jobs(plan: Plan) -> list[Run]:
 
 
 def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
-    """One row: the four numbers of every layer, at the weights that full backpropagation reaches."""
+    """One row: the four numbers of every layer, at the weights that full backpropagation reaches, and how accurate
+    these are."""
     data, arm = Data.load(place.data, settings.images), ARMS[run.arm]
     plain = trained(run.model, settings, data, place.out, run.epochs)
     x, targets = data.any_batch(settings.batch, settings.augment)
@@ -52,9 +53,9 @@ def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
         if draw is None:
             set_step(twin, step)
         found.append(by_layer(twin, x, targets))
-    blocks = blocks_of(plain)
+    blocks, reached = blocks_of(plain), accuracy(plain, data, settings.batch)
     layers = {layer: statistics([its[layer] for its in found], exact) for layer, exact in full.items()}
-    yield {"layers": layers, "blocks": blocks}
+    yield {"accuracy": reached, "layers": layers, "blocks": blocks}
 
 
 def by_layer(model: nn.Module, x: Tensor, targets: Tensor) -> Gradients:

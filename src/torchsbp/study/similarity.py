@@ -17,7 +17,7 @@ from .data import Data
 from .models import TITLES
 from .plan import Plan
 from .results import Finding
-from .training import Place, Row, Run, Settings, trained
+from .training import Place, Row, Run, Settings, accuracy, trained
 
 PAIRS = ("neighbours", "frames", "far")
 """next to each other in space; in time; any two of one image"""
@@ -28,9 +28,11 @@ def jobs(plan: Plan) -> list[Run]:
 
 
 def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
-    """One row: of every block's output, mean cosines between positions, of activations and of gradients."""
+    """One row: how accurate the model is; of every block's output, mean cosines between positions, of activations and
+    of gradients."""
     data = Data.load(place.data, settings.images)
     model = trained(run.model, settings, data, place.out, run.epochs)
+    reached = accuracy(model, data, settings.batch)
     found: dict[str, Tensor] = {}
     for name in blocks_of(model):
         model.get_submodule(name).register_forward_hook(partial(noted, found, name))
@@ -41,7 +43,7 @@ def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
         assert its.grad is not None
         kinds = {"activations": its.detach(), "gradients": its.grad}
         blocks[name] = {kind: cosines(on_grid(run.model, tensor)) for kind, tensor in kinds.items()}
-    yield {"blocks": blocks}
+    yield {"accuracy": reached, "blocks": blocks}
 
 
 def noted(found: dict[str, Tensor], name: str, module: nn.Module, given: Any, output: Tensor) -> None:
