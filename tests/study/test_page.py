@@ -2,9 +2,13 @@
 
 import importlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+
+from torchsbp.cli.study import arguments
+from torchsbp.study.arms import ARMS
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "study"
@@ -68,3 +72,15 @@ def test_an_unknown_number_is_refused(study_page):
         study_page.PLACE.sub(study_page.made, "<!-- made: guess 1 -->0.3<!-- /made -->")
     text = "<!-- made: epochs hybrid, own rows 0.5, 24 -->better<!-- /made -->"
     assert study_page.PLACE.sub(study_page.made, text) == text.replace("better", "−0.29 ± 0.38 (5)")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_name_arms_calls_and_options_that_exist(name):
+    text = "\n".join(re.findall(r"```sh\n(.*?)```", (PAGES / name).read_text(), re.S)).replace("\\\n", "")
+    for given in re.findall(r'(?:ARMS=|TIMED=|--arms\s+)"([^"]*)"', text):
+        assert [arm for arm in given.split(";") if arm.strip() not in ARMS] == []
+    script = (ROOT / "benchmarks" / "contest.sh").read_text()
+    for calls in re.findall(r'contest\.sh ("[^"]+"|\w+) ', text):
+        assert [call for call in calls.strip('"').split() if f"    {call})" not in script] == []
+    for options in re.findall(r"torchsbp study (\w+[^\n#]*)", text):
+        arguments(shlex.split(re.sub(r"\$S", "--data cifar10.npz --out OUT --size small --eager", options)))
