@@ -17,14 +17,15 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from statistics import mean
+from statistics import mean, variance
 
 import commandline
 import equal_time
 from case import Row
 from torchsbp.cli.study import figures
 from torchsbp.report.sheet import sheet
-from torchsbp.study import STUDIES, contest, contest_charts, results
+from torchsbp.study import STUDIES, contest, contest_charts, gradients, results
+from torchsbp.study.arms import FULL
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "benchmarks" / "results" / "study"
@@ -156,6 +157,47 @@ def weights(what: str) -> str:
     return f"{found['accuracy']:.1f}"
 
 
+def bound(what: str) -> str:
+    """MODEL, ARM, EPOCHS: the most that it may cost, the far end of the interval."""
+    model, arm, length = parts(what)
+    pairs = contest.pairs_of(contest.curves(list(rows("cifar10"))), model, arm)[int(length)]
+    return f"{(results.interval(pairs) or 0) - mean(pairs):.2f}"
+
+
+def deviation(what: str) -> str:
+    """The standard deviation of paired differences, pooled over what has enough pairs."""
+    found = contest.curves(list(rows("cifar10")))
+    pairs = [its for model, arm in found if arm != FULL for its in contest.pairs_of(found, model, arm).values()]
+    return f"{mean(variance(its) for its in pairs if len(its) >= 5) ** 0.5:.2f}"
+
+
+def gradient(what: str) -> str:
+    """FOLDER MODEL, ARM, KEY: the mean over layers; "error" is bias and variance together."""
+    folder, _, rest = what.partition(" ")
+    model, arm, key = parts(rest)
+    values = means(folder, model, arm)
+    values["error"] = values["bias"] + values["variance"]
+    return f"{values[key]:.2f}" if key == "norm" else f"{values[key]:{'.3f' if key == 'cosine' else '#.2g'}}"
+
+
+def means(folder: str, model: str, arm: str, ends: tuple[str, ...] = ("",)) -> dict[str, float]:
+    """Of the layers whose names end like that."""
+    (row,) = (
+        its for its in results.of(rows(folder), "gradients", "layers") if (its["model"], its["arm"]) == (model, arm)
+    )
+    layers = [values for name, values in row["layers"].items() if name.endswith(ends)]
+    return dict(zip(gradients.KEYS, map(mean, zip(*layers, strict=True)), strict=True))
+
+
+def matrices(what: str) -> str:
+    """ARM: variance in the matrices of a ConvNeXt's MLPs, relative to masks of their own with weights."""
+    mine, other = (
+        means("chosen", "convnext", arm, ("mlp.fc1", "mlp.fc2"))["variance"]
+        for arm in (what, "down exact, own rows 0.5")
+    )
+    return f"{mine / other:.2f}"
+
+
 def parts(what: str) -> tuple[str, str, str]:
     model, _, rest = what.partition(", ")
     arm, _, last = rest.rpartition(", ")
@@ -177,6 +219,10 @@ MADE: dict[str, Callable[[str], str]] = {
     "pair": pair,
     "reached": reached,
     "weights": weights,
+    "bound": bound,
+    "deviation": deviation,
+    "gradient": gradient,
+    "matrices": matrices,
 }
 """The first word of a mark -> what makes of the rest what stands there."""
 
