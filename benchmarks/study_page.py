@@ -24,7 +24,7 @@ import equal_time
 from case import Row
 from torchsbp.cli.study import figures
 from torchsbp.report.sheet import sheet
-from torchsbp.study import STUDIES, contest, contest_charts, gradients, results
+from torchsbp.study import STUDIES, contest, contest_charts, gradients, results, trajectory
 from torchsbp.study.arms import FULL
 
 ROOT = Path(__file__).parents[1]
@@ -157,6 +157,14 @@ def weights(what: str) -> str:
     return f"{found['accuracy']:.1f}"
 
 
+def along(what: str) -> str:
+    """FOLDER MODEL, ARM, KEY: in the end, the cosine of all weights with full's, or "agreement" in percent."""
+    folder, _, rest = what.partition(" ")
+    model, arm, key = parts(rest)
+    last = trajectory.series(list(rows(folder)))[model, arm][-1]
+    return f"{last['weights']['all']:.2f}" if key == "weights" else f"{last[key]:.1f}"
+
+
 def bound(what: str) -> str:
     """MODEL, ARM, EPOCHS: the most that it may cost, the far end of the interval."""
     model, arm, length = parts(what)
@@ -219,6 +227,7 @@ MADE: dict[str, Callable[[str], str]] = {
     "pair": pair,
     "reached": reached,
     "weights": weights,
+    "along": along,
     "bound": bound,
     "deviation": deviation,
     "gradient": gradient,

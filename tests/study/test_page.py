@@ -83,4 +83,4 @@ def test_commands_name_arms_calls_and_options_that_exist(name):
     for calls in re.findall(r'contest\.sh ("[^"]+"|\w+) ', text):
         assert [call for call in calls.strip('"').split() if f"    {call})" not in script] == []
     for options in re.findall(r"torchsbp study (\w+[^\n#]*)", text):
-        arguments(shlex.split(re.sub(r"\$S", "--data cifar10.npz --out OUT --size small --eager", options)))
+        arguments(shlex.split(re.sub(r"\$[ST]", "--data cifar10.npz --out OUT --size small --eager", options)))
