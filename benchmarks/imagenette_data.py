@@ -1,6 +1,7 @@
 """Images of Imagenette out of a packed file, as folders of classes that ``torchsbp train`` reads.
 
-    python benchmarks/imagenette_data.py imagenette128_7k_avif.npz data        # data/{train,val}/CLASS/*.ppm
+    python benchmarks/imagenette_data.py imagenette128_7k_avif.npz data              # data/{train,val}/CLASS/*.ppm
+    python benchmarks/imagenette_data.py imagenette128_7k_avif.npz imagenette.npz    # arrays, for ``torchsbp study``
 
 The file is not part of the project: 5000 and 2000 images of Imagenette's own parts, 128², in AVIF pictures of 25 each
 (Pillow 11.3 reads them). They come out uncompressed, 0.34 GB, since they are read again in every epoch.
@@ -53,12 +54,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes that decode")
     args = parser.parse_args(argv)
     packed = np.load(args.file)
-    about = json.loads(str(packed["meta"]))
+    about, arrays = json.loads(str(packed["meta"])), dict[str, np.ndarray]()
     for part in ("train", "val"):
         blob, edges = packed[f"{part}_blob"], packed[f"{part}_off"]
         pictures = [blob[begin:end].tobytes() for begin, end in pairwise(edges)][: args.pictures]
         labels = packed[f"{part}_y"][: len(pictures) * about["per_mosaic"]].tolist()
-        write(args.out / part, pictures, labels, about, args.jobs)
+        if args.out.suffix == ".npz":
+            name = {"train": "train", "val": "test"}[part]
+            arrays[f"x_{name}"] = np.concatenate([tiles(picture, about["tile"]) for picture in pictures])
+            arrays[f"y_{name}"] = np.asarray(labels, np.uint8)
+        else:
+            write(args.out / part, pictures, labels, about, args.jobs)
+    if arrays:
+        np.savez(args.out, **arrays)
+        print(f"{args.out}: {len(arrays['y_train'])} images to train on, {len(arrays['y_test'])} to test on")
 
 
 if __name__ == "__main__":

@@ -126,12 +126,7 @@ PAIRS = 3
 
 def accuracy_of(studied: list[Row], model: str, arm: str) -> str:
     """The difference to full backprop after the most epochs that enough pairs have."""
-    curves = contest.curves(studied)
-    full, mine = curves[model, "full"], curves[model, arm]
-    pairs: dict[int, list[float]] = {}
-    for seed, curve in mine.items():
-        for length in curve.keys() & full.get(seed, {}).keys():
-            pairs.setdefault(length, []).append(curve[length] - full[seed][length])
+    pairs = contest.pairs_of(contest.curves(studied), model, arm)
     longest = max(length for length, values in pairs.items() if len(values) >= PAIRS)
     told = results.difference(pairs[longest]).split(" (")[0].replace("-", "−")
     return f"{told} ({len(pairs[longest])} pairs, {longest} epochs)"

@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image, features
 
+from torchsbp.study.data import read
 from torchsbp.train.data.images import Folder
 from torchsbp.train.data.lists import Listed
 from torchsbp.train.data.thumos import Thumos
@@ -130,3 +131,8 @@ def test_packed_images_become_folders_of_classes(bench, tmp_path):
         assert {image.shape for image in found} == {(size, size)}
     bench.imagenette_data.main([str(tmp_path / "images.npz"), str(tmp_path / "few"), "--pictures", "1"])
     assert len(Folder(tmp_path / "few" / "train", "L")) == 4
+    bench.imagenette_data.main([str(tmp_path / "images.npz"), str(tmp_path / "arrays.npz")])
+    x_train, y_train, x_test, y_test = read(tmp_path / "arrays.npz")
+    assert (x_train.shape, x_test.shape) == ((6, size, size, 3), (2, size, size, 3))
+    assert (y_train.tolist(), y_test.tolist()) == tuple(its.tolist() for its in labels.values())
+    assert x_train.float().mean((1, 2, 3)).round().tolist() == (100 * labels["train"] + 10 * np.arange(6)).tolist()

@@ -203,9 +203,9 @@ def test_one_lucky_seed_is_no_better_setting():
 
 
 def test_intervals_are_student_s():
-    """Of the numbers 0 and 1: ± 12.71 · √½ / √2. Of many the last known quantile, which is wide."""
-    assert results.interval([0, 1]) == pytest.approx(12.71 / 2)
-    assert results.interval([0, 1] * 10) == pytest.approx(2.26 * (5 / 19) ** 0.5 / 20**0.5)
+    """Of the numbers 0 and 1: ± 12.7062 · √½ / √2. Of many the last known quantile, which is wide."""
+    assert results.interval([0, 1]) == pytest.approx(12.7062 / 2)
+    assert results.interval([0, 1] * 10) == pytest.approx(2.2622 * (5 / 19) ** 0.5 / 20**0.5)
     assert results.interval([1]) is None
 
 

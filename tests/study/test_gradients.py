@@ -45,4 +45,4 @@ def test_rows_chosen_in_backward_are_arms_of_it(data, tmp_path):
         assert variance == 0 < bias  # nothing is drawn
         assert found[model, "norm 0.25"][below][3] > found[model, "norm 0.5"][below][3] > 0
         assert found[model, "dW 0.5"][below] == pytest.approx([1, 1, 0, 0], abs=1e-5)  # input gradients are exact
-    assert "vit: bias and variance, chosen rows" in (tmp_path / "gradients_vit.svg").read_text()
+    assert "rows chosen in backward: bias and variance" in (tmp_path / "gradients_vit.svg").read_text()

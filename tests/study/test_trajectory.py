@@ -15,7 +15,13 @@ def test_the_study_runs_at_toy_size(data, tmp_path):
     assert [(row["arm"], row["epoch"]) for row in rows] == [
         (arm, e) for arm in ("grid 0.5", "other order") for e in (1, 2)
     ]
-    assert rows[0]["full_norms"] == rows[2]["full_norms"]
+    assert [row["full_norms"] for row in rows[:2]] == [row["full_norms"] for row in rows[2:]]
+    assert [row["full_accuracy"] for row in rows[:2]] == [row["full_accuracy"] for row in rows[2:]]
+    (kept,) = (tmp_path / "states").glob("trajectory, vit, full, *")  # trained once
+    known, epochs = torch.load(kept, weights_only=True)
+    torch.save((known, [(its, dict.fromkeys(norms, 7.0)) for its, norms in epochs]), kept)
+    assert study("trajectory", data, tmp_path, *options[:3], "mlp 0.5", *options[4:]) == 0
+    assert set(rows_of("trajectory", tmp_path)[-2]["full_norms"].values()) == {7.0}  # and read where it is
     grid = rows[1]
     assert 0.9 < grid["weights"]["all"] < 1
     assert set(grid["norms"]) == {"", "blocks.0", "blocks.1", "blocks.2"}

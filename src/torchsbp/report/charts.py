@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from statistics import mean
 from typing import NamedTuple
@@ -17,9 +17,45 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 520, 300, 58, 40, 14, 14
 
 @dataclass
 class Series:
+    """``spread``: half of the interval of each point, where that is known."""
+
     name: str
     number: int
     points: list[Point]
+    spread: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The upright one, from low to high; ``log``: equal ratios are equally far apart."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    @classmethod
+    def of(cls, values: Sequence[float], from_zero: bool = False, log: bool = False) -> "Axis":
+        """Of all values, with a little room."""
+        if log:
+            return cls(min(values) / 1.3, max(values) * 1.3, log=True)
+        low, high = (0.0 if from_zero else min(values)), max(values)
+        low, high = (low, high) if high > low else (low - 0.5, high + 0.5)
+        padding = 0 if from_zero else 0.04 * (high - low)
+        low -= padding
+        return cls(low, high + 0.04 * (high - padding - low))
+
+    def place(self, value: float) -> float:
+        """How far down the picture."""
+        low, high, value = (math.log10(its) if self.log else its for its in (self.low, self.high, value))
+        return round(HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - BOTTOM - TOP), 1)
+
+    def marks(self) -> dict[float, str]:
+        """Round values and their names."""
+        if self.log:
+            return {value: short(value) for value in powers(self.low, self.high)}
+        values = ticks(self.low, self.high)
+        decimals = decimals_of(values)
+        return {value: label(value, decimals) for value in values}
 
 
 def style(number: int) -> str:
@@ -42,6 +78,22 @@ def ticks(low: float, high: float, about: int = 7) -> list[float]:
     step = next(m * base for m in (1, 2, 2.5, 5, 10) if m * base >= rough)
     first = math.ceil(low / step - 1e-9)
     return [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def powers(low: float, high: float) -> list[float]:
+    """Powers of ten from low to high, and where these are few, twice and five times as much."""
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = (1, 2, 5) if high < 100 * low else (1,)
+    return [step * 10.0**exponent for exponent in exponents for step in steps if low <= step * 10.0**exponent <= high]
+
+
+def short(value: float) -> str:
+    """0.001, but 10⁻⁴."""
+    if value >= 1e-3:
+        return f"{value:g}"
+    factor, exponent = f"{value:.0e}".split("e")
+    power = "10" + str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return power if factor == "1" else f"{factor} · {power}"
 
 
 def label(value: float, decimals: int = 0) -> str:
@@ -86,59 +138,69 @@ def curves(
     from_zero: bool = False,
     names: Sequence[str] = (),
     joined: bool = True,
+    axis: Axis | None = None,
 ) -> Drawing:
-    """Lines over a quantity, or, with ``names``, over 0, 1, …, which are called that."""
-    shown = [Series(s.name, s.number, thinned(s.points)) for s in series if s.points]
+    """Lines over a quantity, or, with ``names``, over 0, 1, …, which are called that. ``axis``: one that several charts
+    share, instead of their own."""
+    shown = [Series(s.name, s.number, thinned(s.points), s.spread) for s in series if s.points]
     if not shown:
         return Drawing(title, unit, [], 0)
-    xs, ys = ([p[i] for s in shown for p in s.points] for i in (0, 1))
-    first, right = (-0.5, len(names) - 0.5) if names else (0.0, max(xs) or 1.0)
-    low, high = (0.0 if from_zero else min(ys)), max(ys)
-    low, high = (low, high) if high > low else (low - 0.5, high + 0.5)
-    padding = 0 if from_zero else 0.04 * (high - low)
-    low, high = low - padding, high + 0.04 * (high - low)
+    axis = axis or Axis.of([value for s in shown for _, value in s.points], from_zero)
+    first, right = (-0.5, len(names) - 0.5) if names else (0.0, max(at for s in shown for at, _ in s.points) or 1.0)
 
     def x(value: float) -> float:
         return round(LEFT + (value - first) / (right - first) * (WIDTH - LEFT - RIGHT), 1)
 
-    def y(value: float) -> float:
-        return round(HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - BOTTOM - TOP), 1)
+    parts = [*axes(axis), *foot(x, right, names, below)]
+    for s in shown:
+        parts += line(s, x, axis, below, joined)
+    return Drawing(title, unit, parts, HEIGHT, tuple((s.name, s.number) for s in shown), joined)
 
-    foot = HEIGHT - BOTTOM
-    parts = axes(ticks(low, high), y)
+
+def foot(x: Callable[[float], float], right: float, names: Sequence[str], below: str) -> list[str]:
+    """The level axis: values or names, and what they are."""
+    level = HEIGHT - BOTTOM
     marks = dict(enumerate(names)) if names else dict.fromkeys(ticks(0, right), "")
     decimals = decimals_of([*marks])
     crowded = 6.5 * max(map(len, names), default=0) > (WIDTH - LEFT - RIGHT) / max(1, len(names))
-    lines = [foot + 18 + 14 * (crowded and i % 2) for i in range(len(marks))]  # every other name a line lower
-    parts += [
+    lines = [level + 18 + 14 * (crowded and i % 2) for i in range(len(marks))]  # every other name a line lower
+    texts = [
         tick_text(x(at), line, escape(name) or label(at, decimals), "middle")
         for line, (at, name) in zip(lines, marks.items(), strict=True)
     ]
-    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{foot}" y2="{foot}"/>')
-    parts.append(tick_text(WIDTH - RIGHT, HEIGHT - 6, below, "end"))
-    for s in shown:
-        path = " ".join(f"{x(a)},{y(b)}" for a, b in s.points)
+    rule = f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{level}" y2="{level}"/>'
+    return [*texts, rule, tick_text(WIDTH - RIGHT, HEIGHT - 6, below, "end")]
+
+
+def line(s: Series, x: Callable[[float], float], axis: Axis, below: str, joined: bool) -> list[str]:
+    """A series: its line, its points, and how sure they are."""
+    parts = []
+    if joined:
+        path = " ".join(f"{x(a)},{axis.place(b)}" for a, b in s.points)
         hint = f"<title>{escape(s.name)}: {s.points[-1][1]:.4g}</title>"
-        if joined:
-            parts.append(f'<polyline class="line {style(s.number)}" points="{path}">{hint}</polyline>')
-        if len(s.points) <= 40:
-            parts += [
-                mark(s.number, x(a), y(b), f"<title>{escape(s.name)}, {below} {a:g}: {b:.4g}</title>")
-                for a, b in s.points
-            ]
-    return Drawing(title, unit, parts, HEIGHT, tuple((s.name, s.number) for s in shown), joined)
+        parts.append(f'<polyline class="line {style(s.number)}" points="{path}">{hint}</polyline>')
+    for (a, b), half in zip(s.points, s.spread, strict=False):
+        low, high = (axis.place(min(max(b + its, axis.low), axis.high)) for its in (-half, half))
+        parts.append(f'<line class="line c{s.number % COLOURS}" x1="{x(a)}" x2="{x(a)}" y1="{low}" y2="{high}"/>')
+    if len(s.points) <= 40:
+        parts += [
+            mark(s.number, x(a), axis.place(b), f"<title>{escape(s.name)}, {below} {a:g}: {b:.4g}</title>")
+            for a, b in s.points
+        ]
+    return parts
 
 
 def tick_text(x: float, y: float, content: str, anchor: str) -> str:
     return f'<text class="tick" x="{x}" y="{y}" text-anchor="{anchor}">{content}</text>'
 
 
-def axes(beside: Sequence[float], y: Callable[[float], float]) -> list[str]:
+def axes(axis: Axis) -> list[str]:
     """Lines across, with their values."""
     parts = []
-    for tick in beside:
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick)}" y2="{y(tick)}"/>')
-        parts.append(tick_text(LEFT - 8, y(tick) + 4, label(tick, decimals_of(beside)), "end"))
+    for value, name in axis.marks().items():
+        y = axis.place(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
+        parts.append(tick_text(LEFT - 8, y + 4, name, "end"))
     return parts
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from .charts import WIDTH, Drawing, Series, curves, mark, style
+from .charts import WIDTH, Axis, Drawing, Series, curves, mark, style
 from .page import CHART_STYLE, COLOUR_STYLE
 from .runs import Point
 
@@ -24,10 +24,16 @@ def drawn(
     names: Sequence[str] = (),
     from_zero: bool = False,
     joined: bool = True,
+    axis: Axis | None = None,
+    numbers: Mapping[str, int] | None = None,
+    spreads: Mapping[str, Sequence[float]] | None = None,
 ) -> Drawing:
-    """A chart of lines by name, numbered as they come."""
-    series = [Series(name, number, list(points)) for number, (name, points) in enumerate(lines.items())]
-    return curves(title, unit, series, below, from_zero, names, joined)
+    """A chart of lines by name, numbered as they come or as given. ``spreads``: half of the interval of each point."""
+    series = [
+        Series(name, (numbers or {}).get(name, i), list(points), list((spreads or {}).get(name, ())))
+        for i, (name, points) in enumerate(lines.items())
+    ]
+    return curves(title, unit, series, below, from_zero, names, joined, axis)
 
 
 def sheet(drawings: Sequence[Drawing], columns: int = 2) -> str:

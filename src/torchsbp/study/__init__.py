@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ..report.charts import Drawing
-from . import accuracy, contest, gradients, masks, similarity, speed, trajectory
+from . import accuracy, contest, contest_charts, gradients, masks, similarity, speed, trajectory
 from .plan import Plan
 from .results import Finding
 from .training import Place, Row, Run, Settings
@@ -31,7 +31,7 @@ class Study(NamedTuple):
 
 STUDIES = {
     "accuracy": Study(accuracy.jobs, accuracy.work, accuracy.table, accuracy.drawings, accuracy.findings),
-    "contest": Study(contest.jobs, contest.work, contest.table, contest.drawings),
+    "contest": Study(contest.jobs, contest.work, contest.table, contest_charts.drawings),
     "gradients": Study(
         gradients.jobs, gradients.work, gradients.table, gradients.drawings, gradients.findings, at_trained_weights=True
     ),

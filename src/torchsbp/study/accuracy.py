@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from statistics import mean
 
-from ..report.sheet import Drawing, drawn
+from ..report.charts import Axis, Drawing
+from ..report.sheet import drawn
 from . import contest, results
-from .arms import FULL, GRIDS
+from .arms import FULL, drawn_grids
+from .models import TITLES
 from .plan import Plan
 from .results import Finding, above, difference
 from .training import Place, Row, Run, Settings
@@ -35,27 +37,33 @@ def table(rows: list[Row]) -> str:
     for (model, arm), seeds in found.items():
         full = found.get((model, FULL), {})
         pairs = [value - full[seed] for seed, value in seeds.items() if seed in full]
-        values = ", ".join(f"{value:.1f}" for value in seeds.values())
+        values = ", ".join(f"{seeds[seed]:.1f}" for seed in sorted(seeds))
         cells.append((model, arm, values, f"{mean(seeds.values()):.2f}", difference(pairs)))
     return results.table(("model", "arm", "accuracy by seed", "mean", "against full"), cells)
 
 
 def drawings(rows: list[Row]) -> dict[str, list[Drawing]]:
-    """A panel for every grid of every model."""
+    """A panel for every grid of every model; those of a model share their axis."""
     found, panels = last(rows), []
     for model in dict.fromkeys(model for model, _ in found):
-        for title, grid in GRIDS.items():
-            labels = [label for label, arm in grid.items() if (model, arm) in found]
-            seeds = [found[model, grid[label]] for label in labels]
-            means = {"mean": [(i, mean(its.values())) for i, its in enumerate(seeds)]}
+        mine = {arm: seeds for (its, arm), seeds in found.items() if its == model}
+        axis = Axis.of([value for seeds in mine.values() for value in seeds.values()])
+        for title, grid in drawn_grids(mine.__contains__).items():
+            seeds = [mine[arm] for arm in grid.values()]
             apart = {
                 f"seed {seed}": [(i, its[seed]) for i, its in enumerate(seeds) if seed in its]
                 for seed in sorted({seed for its in seeds for seed in its})
             }
-            lines = means | (apart if len(apart) > 1 else {})
-            if len(labels) > 1:
-                panels.append(drawn(f"{model}: {title}", "accuracy, %", "", lines, names=labels, joined=False))
+            means = {"mean": [(i, mean(its.values())) for i, its in enumerate(seeds)]}
+            lines = means | apart if len(apart) > 1 else apart
+            panels.append(
+                drawn(f"{TITLES[model]}: {title}", "accuracy, %", "", lines, names=[*grid], joined=False, axis=axis)
+            )
     return {"": panels}
+
+
+CHANCE = 0.6
+"""points between two runs of one seed: twice the standard deviation of such differences in the contest (0.31)"""
 
 
 def findings(rows: list[Row]) -> list[Finding]:
@@ -74,7 +82,7 @@ def findings(rows: list[Row]) -> list[Finding]:
             figure,
             paper,
             f"{better} {values[better]:.1f}, {worse} {values[worse]:.1f}",
-            above(values[better] - least, values[worse], 0.3),
+            above(values[better] - least, values[worse], CHANCE),
         )
         for figure, paper, (better, worse), least in claims
         if better in values and worse in values

@@ -108,15 +108,15 @@ GRIDS: dict[str, dict[str, str]] = {
     },
     "keep-ratio": {"0.25": "grid 0.25", "0.5": "grid 0.5", "0.75": "grid 0.75", "1": FULL},
     "ratios over depth": {"uniform": "grid 0.5", "increasing": "increasing", "decreasing": "decreasing"},
-    "sampler": {"grid": "grid 0.5", "random": "random 0.5", "per sample": "apart 0.5", "balanced": "balanced 0.5"},
-    "attention": {"query": "grid 0.5", "qkv": "qkv 0.5", "head": "head 0.5", "qkv-local": "qkv-local 0.5"},
-    "estimator": {
+    "masks": {"grid": "grid 0.5", "random": "random 0.5", "per sample": "apart 0.5", "balanced": "balanced 0.5"},
+    "attention rule": {"query": "grid 0.5", "qkv": "qkv 0.5", "head": "head 0.5", "qkv-local": "qkv-local 0.5"},
+    "masks and weights": {
         "grid": "grid 0.5", "balanced": "balanced 0.5", "rows": "rows 0.5", "own rows": "own rows 0.5",
         "mlp rows": "mlp rows 0.5", "down exact": "down exact 0.5", "down, balanced": "down exact, balanced 0.5",
         "down, rows": "down exact, rows 0.5", "down, own": "down exact, own 0.5",
         "down, own rows": "down exact, own rows 0.5",
     },
-    "chosen rows": {
+    "rows chosen in backward": {
         "own rows": "own rows 0.5", "down, own rows": "down exact, own rows 0.5", "even": "even 0.5",
         "norm": "norm 0.5", "largest": "largest 0.5", "dW": "dW 0.5", "norm dW": "norm dW 0.5",
         "even 0.25": "even 0.25", "norm 0.25": "norm 0.25",
@@ -132,3 +132,14 @@ def enters(model: str, arm: str) -> bool:
 def of_grids(model: str) -> list[str]:
     """Every arm of the grids that a model enters, once."""
     return list(dict.fromkeys(arm for grid in GRIDS.values() for arm in grid.values() if enters(model, arm)))
+
+
+def drawn_grids(known: Callable[[str], bool]) -> dict[str, dict[str, str]]:
+    """The grids that have at least two known arms, with these; none whose arms are all in a larger one."""
+    grids = {title: {label: arm for label, arm in grid.items() if known(arm)} for title, grid in GRIDS.items()}
+    arms = [set(grid.values()) for grid in grids.values()]
+    return {
+        title: grid
+        for title, grid in grids.items()
+        if len(grid) > 1 and not any(set(grid.values()) < others for others in arms)
+    }

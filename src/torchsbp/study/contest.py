@@ -9,8 +9,8 @@ their own time; with the first seed they may run, to show it.
 import math
 from collections.abc import Iterable, Iterator
 from statistics import mean
+from typing import NamedTuple
 
-from ..report.sheet import Drawing, drawn
 from . import results
 from .arms import ARMS, FULL
 from .plan import Plan, Tuned
@@ -94,23 +94,42 @@ def budgets(lengths: set[int]) -> list[float]:
     return [low, math.sqrt(low * high), high] if low < high else []
 
 
+def pairs_of(found: dict[tuple[str, str], dict[int, Curve]], model: str, arm: str) -> dict[int, list[float]]:
+    """epochs -> differences to full backpropagation, pair by pair"""
+    full, pairs = found.get((model, FULL), {}), dict[int, list[float]]()
+    for seed, curve in sorted(found[model, arm].items()):
+        for length in sorted(curve.keys() & full.get(seed, {}).keys()):
+            pairs.setdefault(length, []).append(curve[length] - full[seed][length])
+    return pairs
+
+
 def equal_epochs(rows: list[Row]) -> str:
     found, cells = curves(rows), []
     for (model, arm), seeds in found.items():
-        full = found.get((model, FULL), {})
+        pairs = pairs_of(found, model, arm)
         for length in sorted({length for curve in seeds.values() for length in curve}):
-            mine = {seed: curve[length] for seed, curve in seeds.items() if length in curve}
-            pairs = [value - full[seed][length] for seed, value in mine.items() if length in full.get(seed, {})]
-            values = ", ".join(f"{value:.1f}" for value in mine.values())
-            cells.append((model, arm, length, values, f"{mean(mine.values()):.2f}", difference(pairs)))
+            mine = [curve[length] for _, curve in sorted(seeds.items()) if length in curve]
+            values = ", ".join(f"{value:.1f}" for value in mine)
+            cells.append((model, arm, length, values, f"{mean(mine):.2f}", difference(pairs.get(length, []))))
     cells.sort(key=lambda its: (its[0], its[2]))
     return results.table(("model", "arm", "epochs", "accuracy by seed", "mean", "against full"), cells)
 
 
-def equal_time(rows: list[Row]) -> str:
-    """Of every budget, in epochs of full backpropagation: the epochs that fit, the mean accuracy, and the paired
-    differences to full and exact gradients."""
-    found, cells = curves(rows), []
+class Fit(NamedTuple):
+    """An arm in a budget: the epochs that fit, accuracy by seed, and how many times the memory of full backpropagation
+    it takes."""
+
+    model: str
+    budget: float
+    arm: str
+    epochs: float
+    values: dict[int, float]
+    memory: str
+
+
+def at_equal_time(rows: list[Row]) -> list[Fit]:
+    """Budget by budget, in epochs of full backpropagation, of the models and arms that were timed."""
+    found, fits = curves(rows), []
     speeds = {(row["model"], row["arm"]): row for row in results.of(rows, "speed", "ms")}
     for model in dict.fromkeys(model for model, _ in found):
         full, clock = found.get((model, FULL), {}), speeds.get((model, FULL))
@@ -118,14 +137,27 @@ def equal_time(rows: list[Row]) -> str:
             continue
         lengths = shared(full.values())
         for budget in budgets(lengths):
-            fits = fitting(speeds, model, budget)
-            bars = [by_seed(found, model, bar, lengths, fits.get(bar, budget)) for bar in (FULL, "exact")]
-            for arm, epochs in fits.items():
+            for arm, epochs in fitting(speeds, model, budget).items():
                 values = by_seed(found, model, arm, lengths, epochs)
-                pairs = [difference([values[seed] - bar[seed] for seed in values if seed in bar]) for bar in bars]
                 memory = relative(speeds[model, arm]["peak_bytes"], clock["peak_bytes"])
-                accuracy = f"{mean(values.values()):.2f}" if values else "–"
-                cells.append((model, f"{budget:.1f}", arm, f"{epochs:.1f}", accuracy, *pairs, memory))
+                fits.append(Fit(model, budget, arm, epochs, values, memory))
+    return fits
+
+
+def against(fits: list[Fit], its: Fit, bar: str) -> list[float]:
+    """Pair by pair, the difference to another arm in the same budget."""
+    others = next((other.values for other in fits if (other.arm, *other[:2]) == (bar, *its[:2])), {})
+    return [value - others[seed] for seed, value in its.values.items() if seed in others]
+
+
+def equal_time(rows: list[Row]) -> str:
+    """Of every budget, in epochs of full backpropagation: the epochs that fit, the mean accuracy, and the paired
+    differences to full and exact gradients."""
+    fits, cells = at_equal_time(rows), []
+    for its in fits:
+        accuracy = f"{mean(its.values.values()):.2f}" if its.values else "–"
+        pairs = [difference(against(fits, its, bar)) for bar in (FULL, "exact")]
+        cells.append((its.model, f"{its.budget:.1f}", its.arm, f"{its.epochs:.1f}", accuracy, *pairs, its.memory))
     header = (
         "model", "time of full's epochs", "arm", "epochs in it", "accuracy", "against full", "against exact",
         "peak memory",
@@ -151,21 +183,3 @@ def by_seed(
 
 def table(rows: list[Row]) -> str:
     return f"Equal epochs\n\n{equal_epochs(rows)}\n\nEqual time\n\n{equal_time(rows)}"
-
-
-def drawings(rows: list[Row]) -> dict[str, list[Drawing]]:
-    """Of every model, accuracy over the time of training of the arms that were timed; without times, over epochs."""
-    found, panels = curves(rows), []
-    speeds = {(row["model"], row["arm"]): row for row in results.of(rows, "speed", "ms")}
-    for model in dict.fromkeys(model for model, _ in found):
-        minutes = {arm: row["ms"] * row["steps"] / 60000 for (its, arm), row in speeds.items() if its == model}
-        units = minutes or {arm: 1.0 for its, arm in found if its == model}
-        lines = {arm: means(found.get((model, ARMS[arm].same or arm), {}), unit) for arm, unit in units.items()}
-        panels.append(drawn(model, "accuracy, %", "minutes" if minutes else "epochs", lines))
-    return {"": panels}
-
-
-def means(seeds: dict[int, Curve], unit: float) -> list[tuple[float, float]]:
-    """Of every length, in that unit of an epoch: the mean over seeds."""
-    lengths = sorted({length for curve in seeds.values() for length in curve})
-    return [(length * unit, mean(its[length] for its in seeds.values() if length in its)) for length in lengths]

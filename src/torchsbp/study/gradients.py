@@ -14,13 +14,15 @@ from torch import Tensor, nn
 
 from ..adapters.blocks import blocks_of
 from ..patching.apply import apply, set_step
-from ..report.sheet import Drawing, drawn
+from ..report.charts import Axis, Drawing
+from ..report.sheet import drawn
 from . import results
-from .arms import ARMS, GRIDS
+from .arms import ARMS, PYRAMID, VIT, drawn_grids
 from .data import Data
+from .models import TITLES
 from .plan import Plan
 from .results import Finding, above
-from .training import Place, Row, Run, Settings, trained
+from .training import Place, Row, Run, Settings, accuracy, trained
 
 KEYS = ("cosine", "norm", "bias", "variance")
 Gradients = dict[str, Tensor]
@@ -37,7 +39,8 @@ def jobs(plan: Plan) -> list[Run]:
 
 
 def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
-    """One row: the four numbers of every layer, at the weights that full backpropagation reaches."""
+    """One row: the four numbers of every layer, at the weights that full backpropagation reaches, and how accurate
+    these are."""
     data, arm = Data.load(place.data, settings.images), ARMS[run.arm]
     plain = trained(run.model, settings, data, place.out, run.epochs)
     x, targets = data.any_batch(settings.batch, settings.augment)
@@ -50,9 +53,9 @@ def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
         if draw is None:
             set_step(twin, step)
         found.append(by_layer(twin, x, targets))
-    blocks = blocks_of(plain)
+    blocks, reached = blocks_of(plain), accuracy(plain, data, settings.batch)
     layers = {layer: statistics([its[layer] for its in found], exact) for layer, exact in full.items()}
-    yield {"layers": layers, "blocks": blocks}
+    yield {"accuracy": reached, "layers": layers, "blocks": blocks}
 
 
 def by_layer(model: nn.Module, x: Tensor, targets: Tensor) -> Gradients:
@@ -100,30 +103,57 @@ def table(rows: list[Row]) -> str:
     return results.table(header, cells)
 
 
+FLOOR = 1e-6
+"""what is less is rounding, and drawn there"""
+
+
 def drawings(rows: list[Row]) -> dict[str, list[Drawing]]:
-    """A sheet per model: the cosine over depth for every grid, and bias and variance of all its arms."""
+    """A sheet per model, and a row for every grid: the cosine over depth; bias and variance of its arms, all on one
+    axis."""
     sheets: dict[str, list[Drawing]] = {}
     found = {(row["model"], row["arm"]): row for row in results.of(rows, "gradients", "layers")}
     for model in dict.fromkeys(model for model, _ in found):
-        panels = sheets.setdefault(model, [])
-        for title, grid in GRIDS.items():
-            mine = {label: found[model, arm] for label, arm in grid.items() if (model, arm) in found}
-            lines = {
-                label: [(float(i), values[0]) for i, values in enumerate(by_block(row))] for label, row in mine.items()
-            }
-            if len(mine) > 1:
-                panels.append(drawn(f"{model}: {title}", "cosine with the full gradient", "block", lines))
-        whole = {title: GRIDS[title] for title in ("keep-ratio", "attention", "estimator", "chosen rows")}
-        for title, grid in whole.items():
-            mine = {label: found[model, arm] for label, arm in grid.items() if (model, arm) in found}
-            means = [[mean(its) for its in zip(*row["layers"].values(), strict=True)] for row in mine.values()]
-            apart = {KEYS[key]: [(float(i), values[key]) for i, values in enumerate(means)] for key in (2, 3)}
-            if len(mine) > 1:
-                text = "of |full gradient|²"
-                panels.append(
-                    drawn(f"{model}: bias and variance, {title}", text, "", apart, names=list(mine), joined=False)
-                )
+        mine = {arm: row for (its, arm), row in found.items() if its == model}
+        grids = drawn_grids(mine.__contains__)
+        means = {arm: [mean(its) for its in zip(*row["layers"].values(), strict=True)] for arm, row in mine.items()}
+        axis = Axis.of([max(FLOOR, value) for values in means.values() for value in values[2:]], log=True)
+        sheets[model] = [
+            panel
+            for title, grid in grids.items()
+            for panel in (
+                cosines_drawn(f"{TITLES[model]}: {title}", grid, mine),
+                squares_drawn(f"{title}: bias and variance", grid, means, axis),
+            )
+        ]
     return sheets
+
+
+def cosines_drawn(title: str, grid: dict[str, str], rows: dict[str, Row]) -> Drawing:
+    lines = {
+        label: [(float(i), values[0]) for i, values in enumerate(by_block(rows[arm]))] for label, arm in grid.items()
+    }
+    return drawn(title, "cosine with full", "block, from the image to the head", lines)
+
+
+def squares_drawn(title: str, grid: dict[str, str], means: dict[str, list[float]], axis: Axis) -> Drawing:
+    apart = {
+        KEYS[key]: [(float(i), max(FLOOR, means[arm][key])) for i, arm in enumerate(grid.values())] for key in (2, 3)
+    }
+    return drawn(title, "of |full|²", "", apart, names=[*grid], joined=False, axis=axis)
+
+
+CLAIMS = [
+    ("2", VIT, "uniform ratios correlate better than increasing ones", ("grid 0.5", "increasing")),
+    ("2", VIT, "uniform ratios correlate better than decreasing ones", ("grid 0.5", "decreasing")),
+    ("3", VIT, "grid masks correlate better than random ones", ("grid 0.5", "random 0.5")),
+    ("5", VIT, "dropping Q, K and V correlates slightly better than queries only", ("qkv 0.5", "grid 0.5")),
+    ("5", VIT, "the same, with the softmax over kept keys that their code has", ("qkv-local 0.5", "grid 0.5")),
+    ("5", VIT, "dropping heads correlates much less", ("qkv 0.5", "head 0.5")),
+    ("6", PYRAMID, "uniform ratios correlate better than increasing ones", ("grid 0.5", "increasing")),
+    ("6", PYRAMID, "uniform ratios correlate better than decreasing ones", ("grid 0.5", "decreasing")),
+    ("8", PYRAMID, "grid masks correlate better than random ones", ("grid 0.5", "random 0.5")),
+]
+"""figure of the paper, models, what it finds, and of which arms the first has the higher cosine then"""
 
 
 def findings(rows: list[Row]) -> list[Finding]:
@@ -131,23 +161,13 @@ def findings(rows: list[Row]) -> list[Finding]:
         (row["model"], row["arm"]): mean(its[0] for its in row["layers"].values())
         for row in results.of(rows, "gradients", "layers")
     }
-    claims = [
-        ("2", "vit", "uniform ratios correlate better than increasing ones", ("grid 0.5", "increasing")),
-        ("2", "vit", "uniform ratios correlate better than decreasing ones", ("grid 0.5", "decreasing")),
-        ("3", "vit", "grid masks correlate better than random ones", ("grid 0.5", "random 0.5")),
-        ("5", "vit", "dropping Q, K and V correlates slightly better than queries only", ("qkv 0.5", "grid 0.5")),
-        ("5", "vit", "the same, with the softmax over kept keys that their code has", ("qkv-local 0.5", "grid 0.5")),
-        ("5", "vit", "dropping heads correlates much less", ("qkv 0.5", "head 0.5")),
-        ("6", "convnext", "uniform ratios correlate better than increasing ones", ("grid 0.5", "increasing")),
-        ("6", "convnext", "uniform ratios correlate better than decreasing ones", ("grid 0.5", "decreasing")),
-        ("8", "convnext", "grid masks correlate better than random ones", ("grid 0.5", "random 0.5")),
-    ]
     return [
         Finding(
             f"{figure} ({model})", paper,
             f"mean cosine: {better} {values[model, better]:.3f}, {worse} {values[model, worse]:.3f}",
             above(values[model, better], values[model, worse], 0.001),
         )
-        for figure, model, paper, (better, worse) in claims
+        for figure, models, paper, (better, worse) in CLAIMS
+        for model in models
         if (model, better) in values and (model, worse) in values
     ]  # fmt: skip

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from ..patching.apply import apply, kept
-from ..report.charts import WIDTH
-from ..report.sheet import Drawing
+from ..report.charts import WIDTH, Drawing, tick_text
 from . import results
 from .models import build
 from .plan import Plan
@@ -58,7 +57,9 @@ def drawing(row: Row) -> Drawing:
         squares = "".join(f"M{x:g},{y:g}h{cell}v{cell}h-{cell}z" for x, y in places)
         parts.append(f'<rect class="frame" x="{start}" y="4" width="{SIDE * cell}" height="{SIDE * cell}"/>')
         parts.append(f'<path class="bar c0" d="{squares}"/>')
-    return Drawing(f"{row['arm']} masks, ratio 0.5", f"{STEPS} steps", parts, round(SIDE * cell) + 12)
+        parts.append(tick_text(start + SIDE * cell / 2, SIDE * cell + 20, f"step {number + 1}", "middle"))
+    unit = f"kept patches of {SIDE} × {SIDE}, in colour"
+    return Drawing(f"{row['arm']} masks, half kept", unit, parts, round(SIDE * cell) + 26)
 
 
 def findings(rows: list[Row]) -> list[Finding]:

@@ -11,6 +11,11 @@ from typing import Any
 from torch import nn
 
 SIZES = ("full", "small", "toy")
+TITLES = {
+    "vit": "ViT", "hybrid": "hybrid ViT", "convnext": "ConvNeXt", "convnext2": "ConvNeXt, coarse stem",
+    "swin": "Swin", "video": "Video Swin",
+}  # fmt: skip
+"""of models, in figures"""
 Sizes = dict[str, dict[str, Any]]
 
 

@@ -235,9 +235,8 @@ def train(
             if longest:
                 saved.save(training, number)
             loss = training.epoch(number, length)
-        right = predictions(training.model, data, settings.batch) == data.y_test
-        accuracy, seconds = 100 * float(right.float().mean()), time.perf_counter() - start
-        yield {"epoch": length, "accuracy": accuracy, "loss": loss, "seconds": seconds}
+        reached = accuracy(training.model, data, settings.batch)
+        yield {"epoch": length, "accuracy": reached, "loss": loss, "seconds": time.perf_counter() - start}
         if not longest:
             training.restore(before)
     saved.remove()
@@ -291,6 +290,11 @@ def wait(device: torch.device) -> None:
 def half(x: Tensor) -> torch.autocast:
     """Products in bfloat16, on a GPU. A CUDA graph may not read what was cast before it."""
     return torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda, cache_enabled=False)
+
+
+def accuracy(model: nn.Module, data: Data, batch: int) -> float:
+    """In percent of the test images."""
+    return 100 * float((predictions(model, data, batch) == data.y_test).float().mean())
 
 
 @torch.no_grad()

@@ -1,12 +1,13 @@
 """Along training: norms of gradients, and how an arm's model parts from that of full backpropagation.
 
-Both are trained in turn, epoch by epoch, from the same weights on the same batches. "other order" is the control: full
+Both are trained from the same weights on the same batches. "other order" is the control: full
 backpropagation twice, with other batches.
 """
 
-import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from statistics import mean
 
 import torch
@@ -14,13 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..adapters.blocks import blocks_of
-from ..report.sheet import Drawing, drawn
+from ..report.charts import Axis, Drawing
+from ..report.sheet import drawn
 from . import results
 from .arms import ARMS, FULL
 from .data import Data
+from .models import TITLES
 from .plan import Plan
 from .results import Finding
-from .training import Place, Row, Run, Settings, Training, predictions
+from .training import Place, Row, Run, Settings, Training, fresh, predictions
 
 PAPERS, CONTROL = "grid 0.5", "other order"
 ARMS_HERE = (PAPERS, "own rows 0.5", "down exact, own rows 0.5", CONTROL)
@@ -41,17 +44,44 @@ def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
     """A row per epoch: norms by block in both runs, cosines of their weights, and how many predictions agree."""
     # Hooks are called where gradients are computed step by step, not where a graph is replayed.
     data, settings = Data.load(place.data, settings.images), replace(settings, capture=False)
-    pairs = [Training(its, settings, data) for its in (replace(run, arm=FULL), run)]
-    norms = [watched(its.model) for its in pairs]
-    for number in range(run.epochs):
-        for its in pairs:
-            its.epoch(number)
-        full, mine = (predictions(its.model, data, settings.batch) for its in pairs)
+    plain = replace(run, arm=FULL)
+    twin = fresh(plain, settings, data).to(data.device)
+    mine = Training(run, settings, data)
+    norms = watched(mine.model)
+    for number, (weights_of_full, full_norms) in enumerate(full_epochs(plain, settings, data, place.out)):
+        twin.load_state_dict(weights_of_full)
+        mine.epoch(number)
+        full, its = (predictions(model, data, settings.batch) for model in (twin, mine.model))
         yield {
-            "epoch": number + 1, "accuracy": share(mine == data.y_test), "full_accuracy": share(full == data.y_test),
-            "agreement": share(mine == full), "weights": weights(*(its.model for its in pairs)),
-            "full_norms": emptied(norms[0], pairs[0].steps), "norms": emptied(norms[1], pairs[1].steps),
+            "epoch": number + 1, "accuracy": share(its == data.y_test), "full_accuracy": share(full == data.y_test),
+            "agreement": share(its == full), "weights": weights(twin, mine.model),
+            "full_norms": full_norms, "norms": emptied(norms, mine.steps),
         }  # fmt: skip
+
+
+Epoch = tuple[dict[str, Tensor], dict[str, float]]
+"""weights, and the norm of every block's gradient"""
+
+
+def full_epochs(run: Run, settings: Settings, data: Data, folder: Path) -> Iterator[Epoch]:
+    """Full backpropagation after every epoch. It is trained once for all arms of a folder."""
+    file = folder / "states" / f"trajectory, {run.name}.pt"
+    if file.exists():
+        known, before = torch.load(file, weights_only=True, map_location=data.device)
+        if known == str(settings):
+            yield from before
+            return
+    training, epochs = Training(run, settings, data), list[Epoch]()
+    norms = watched(training.model)
+    for number in range(run.epochs):
+        training.epoch(number)
+        now = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+        epochs.append((now, emptied(norms, training.steps)))
+        yield epochs[-1]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")
+    torch.save((str(settings), epochs), part)
+    part.replace(file)
 
 
 def share(right: Tensor) -> float:
@@ -121,37 +151,38 @@ def series(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 def drawings(rows: list[Row]) -> dict[str, list[Drawing]]:
-    """A sheet per model: norms of some blocks, full and arms; weights; agreement."""
+    """A sheet per model: norms of some blocks, full and arms, on one axis; weights; agreement."""
     sheets: dict[str, list[Drawing]] = {}
     found = series(rows)
     for model in dict.fromkeys(model for model, _ in found):
         mine = {arm: its for (name, arm), its in found.items() if name == model}
         first = next(iter(mine.values()))
-        norms = [(FULL, "full_norms", first), *((arm, "norms", its) for arm, its in mine.items() if arm != CONTROL)]
-        sheets[model] = [norms_drawn(f"{model}: {who}", its, key) for who, key, its in norms]
-        for key, unit in (("weights", "cosine of weights with full"), ("agreement", "predictions equal to full's, %")):
+        norms = {FULL: norms_of("full_norms", first)}
+        norms |= {arm: norms_of("norms", its) for arm, its in mine.items() if arm != CONTROL}
+        axis = Axis.of([y for lines in norms.values() for its in lines.values() for _, y in its], log=True)
+        sheets[model] = [
+            drawn(f"{TITLES[model]}: {who}", "norm of a block's gradient", "epoch", lines, axis=axis)
+            for who, lines in norms.items()
+        ]
+        for key, unit in (("weights", "cosine with full's"), ("predictions", "equal to full's, %")):
             lines = {
-                arm: [(row["epoch"], row[key]["all"] if key == "weights" else row[key]) for row in its]
+                arm: [(row["epoch"], row["weights"]["all"] if key == "weights" else row["agreement"]) for row in its]
                 for arm, its in mine.items()
             }
-            sheets[model].append(drawn(f"{model}: {key}", unit, "epoch", lines))
+            sheets[model].append(drawn(f"{TITLES[model]}: {key}", unit, "epoch", lines))
     return sheets
 
 
-def norms_drawn(title: str, rows: list[Row], key: str) -> Drawing:
-    """Of four blocks or so, over epochs; logarithms, as the first epoch has much larger ones."""
+def norms_of(key: str, rows: list[Row]) -> dict[str, list[tuple[float, float]]]:
+    """Of four blocks or so, over epochs."""
     blocks = [block for block in rows[0][key] if block]
-    lines = {
-        block: [(row["epoch"], math.log10(row[key][block])) for row in rows]
-        for block in blocks[:: -(-len(blocks) // 4)]
-    }
-    return drawn(title, "log₁₀ of the norm of a block's gradient", "epoch", lines)
+    return {block: [(row["epoch"], row[key][block]) for row in rows] for block in blocks[:: -(-len(blocks) // 4)]}
 
 
 def findings(rows: list[Row]) -> list[Finding]:
     """Of the papers' setting, the default one here; the control beside it."""
     found, result = series(rows), []
-    for model, figure in (("vit", "9"), ("convnext", "10")):
+    for model, figure in (("vit", "9"), ("hybrid", "9"), ("convnext", "10")):
         if (model, PAPERS) not in found:
             continue
         last, control = found[model, PAPERS][-1], found.get((model, CONTROL))
