@@ -20,6 +20,10 @@ def vit(**options) -> nn.Module:
     return torchsbp.apply(tiny_vit(img_size=32), **{"keep_ratio": 0.5} | options)
 
 
+def sizes(its=((32, 32), (16, 32)), padded=(32, 32)) -> None:
+    torchsbp.set_sizes(vit(scale="none"), its, padded)
+
+
 def of_one(shape, ratios, key):
     return torch.zeros(len(key), 4, dtype=torch.int64)
 
@@ -35,6 +39,13 @@ CALLS = {
     "remove": (lambda: torchsbp.remove(None), NOT_A_MODEL),
     "kept": (lambda: torchsbp.kept(None), NOT_A_MODEL),
     "set_step": (lambda: torchsbp.set_step(vit(), 2**64), r"step must be an integer >= 0 \(below 2\*\*63\), got 18446"),
+    "set_sizes, ragged": (lambda: sizes([(32, 32), (32,)]), r"sizes=\[\(32, 32\), \(32,\)\] is not allowed; allowed: "),
+    "set_sizes, nothing": (lambda: sizes(None), r"sizes=None is not allowed; allowed: \(height, width\) of every im"),
+    "set_sizes, bytes": (lambda: sizes(torch.full((2, 2), 32).byte()), r"sizes=tensor.* is not allowed; allowed: "),
+    "set_sizes, a mask": (lambda: sizes(torch.ones(2, 2).bool()), r"sizes=tensor.* is not allowed; allowed: "),
+    "set_sizes, one side": (lambda: sizes(padded=32), r"padded=32 is not allowed; allowed: \(height, width\) of the b"),
+    "set_sizes, half a pixel": (lambda: sizes(padded=(32.5, 32)), r"padded=\(32.5, 32\) is not allowed; .*whole numb"),
+    "set_sizes, no side": (lambda: sizes(padded=("a", 32)), r"padded=\('a', 32\) is not allowed; .*whole numbers"),
     "check": (lambda: torchsbp.check(None, IMAGES), NOT_A_MODEL),
     "check, not patched": (
         lambda: torchsbp.check(tiny_vit(), IMAGES),
@@ -56,6 +67,7 @@ CALLS = {
         r"keep is on meta, x on cpu; use keep.to\(x.device\)",
     ),
     "estimate, a ratio": (lambda: torchsbp.estimate(vit(), SHAPE, 0.5), r"config=0.5 is a number; .*SBPConfig\(0.5\)"),
+    "estimate, a preset": (lambda: torchsbp.estimate(vit(), SHAPE, "fast"), r"config='fast' is the name of a preset; "),
     "estimate, a batch": (lambda: torchsbp.estimate(vit(), 64), r"input_shape=64 is not allowed; .*\(64, 3, 224, 224"),
     "estimate, half": (lambda: torchsbp.estimate(vit(), (2.5, 3, 32, 32)), r"input_shape=\(2.5, 3, 32, 32\) is not"),
     "estimate, nothing": (lambda: torchsbp.estimate(lambda: None, SHAPE), r"model\(\)=None is of type NoneType; allow"),
@@ -81,12 +93,25 @@ CALLS = {
     ),
     "sampler, a list": (lambda: vit(sampler=["grid"]), r"unknown sampler \['grid'\]; use one of"),
     "blocks": (lambda: vit(blocks=object()), r"blocks=<object .* is not allowed; use None"),
+    "blocks, a mask": (lambda: vit(blocks=[False, True, True]), r"blocks=\[False, True, True\] is not allowed; use No"),
     "blocks, a filter": (lambda: vit(blocks=lambda name: True), r"blocks must be a function of \(name, module\), foun"),
     "an empty batch": (lambda: vit()(IMAGES[:0]), r"batch is empty \(input of shape \(0, 3, 32, 32\)\): .* skip it"),
     "frames": (lambda: torchsbp.sbp_frames(LAYER, 3, step=0), r"video=3 is of type int; allowed: a tensor \[batch, fr"),
     "frames, ratio": (lambda: torchsbp.sbp_frames(LAYER, X, "fast", step=0), r"keep_ratio='fast' suits a mod"),
     "frames, step": (lambda: torchsbp.sbp_frames(LAYER, X, step=None), r"step=None is of type NoneType; allowed: the "),
     "frames, chunk": (lambda: torchsbp.sbp_frames(LAYER, X, step=0, chunk=0), r"chunk=0 is not allowed; allowed: None"),
+    "frames, a grid": (
+        lambda: torchsbp.sbp_frames(LAYER, X, 0.6, step=0, sampler="grid"),
+        r"sampler='grid' keeps the same positions of all frames, hence all frames or none; allowed here: 'random', 'fr",
+    ),
+    "frames, a list of features": (
+        lambda: torchsbp.sbp_frames(lambda frames: [frames], X, step=0),
+        r"encoder\(frames\)=\[tensor.* is of type list; allowed: a tensor with one row for every frame",
+    ),
+    "frames, one for all": (
+        lambda: torchsbp.sbp_frames(lambda frames: frames.sum(0), X, step=0),
+        r"one row for every frame: of 8 frames, an input of shape \(8, 4\), it made \(4,\)",
+    ),
     "frames, sampler": (
         lambda: torchsbp.sbp_frames(LAYER, X, step=0, sampler=lambda *of: torch.arange(5)[None]),
         r"sampler must give an int64 order of shape \(1, 8\).*; it gave torch.int64 of shape \(1, 5\)",

@@ -136,7 +136,8 @@ def check_blocks(blocks: Any) -> None:
     """An error if it can't choose blocks."""
     number = isinstance(blocks, (int, float)) and not isinstance(blocks, bool)
     several = isinstance(blocks, Collection) and not isinstance(blocks, (str, bytes, Mapping, Tensor))
-    if not (blocks is None or callable(blocks) or several or (number and 0 < blocks <= 1)):
+    mask = several and any(isinstance(item, bool) for item in blocks)  # True is no index, though it equals 1
+    if mask or not (blocks is None or callable(blocks) or several or (number and 0 < blocks <= 1)):
         raise UsageError(
             f"blocks={shown(blocks)} is not allowed; use None (the papers' choice for the family), a fraction in "
             '(0, 1], a list of block indices, a list of block names such as ["blocks.4"], or a filter '
@@ -172,8 +173,7 @@ def configured(keep_ratio: KeepRatio | None, config: SBPConfig | None, options: 
         raise UsageTypeError(f"unknown option {', '.join(unknown)}; allowed: {allowed}")
     if isinstance(keep_ratio, SBPConfig):
         raise UsageTypeError("keep_ratio is given an SBPConfig; pass it by name: config=…")
-    if isinstance(config, str) and config in PRESETS:
-        raise UsageTypeError(f"config={config!r} is the name of a preset; use config=SBPConfig.preset({config!r})")
+    refuse_preset_name(config)
     if isinstance(config, dict):
         raise UsageTypeError(f"config={shown(config)} is a dict; use config=SBPConfig(**…), or options by name")
     presets = " or ".join(f"SBPConfig.preset({name!r})" for name in PRESETS)
@@ -181,6 +181,12 @@ def configured(keep_ratio: KeepRatio | None, config: SBPConfig | None, options: 
     if keep_ratio is not None:
         options = options | {"keep_ratio": keep_ratio}
     return replace(config, **options) if config else SBPConfig(**options)
+
+
+def refuse_preset_name(config: object) -> None:
+    """An error if a configuration is given by its name."""
+    if isinstance(config, str) and config in PRESETS:
+        raise UsageTypeError(f"config={config!r} is the name of a preset; use config=SBPConfig.preset({config!r})")
 
 
 def resolved(config: SBPConfig, recommended: Recommended) -> SBPConfig:

@@ -58,6 +58,13 @@ def test_a_small_number_without_a_unit_is_refused(number):
         parse_size(number)
 
 
+@pytest.mark.parametrize("memory", ["1B", "900KB", 2**20])
+def test_a_plan_in_little_memory_says_what_is_needed(memory):
+    """Whatever is left of it without the headroom."""
+    with pytest.raises(DoesNotFitError, match=r"does not fit .* the least possible is .* not even a batch of 1 fits"):
+        torchsbp.plan(tiny_vit, (2, 3, 64, 96), memory)
+
+
 def test_nothing_is_no_size():
     with pytest.raises(ValueError, match="allowed: sizes above 0"):
         parse_size("0GiB")

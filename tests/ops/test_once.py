@@ -49,6 +49,15 @@ def test_a_penalty_on_a_gradient_is_refused(kind, recompute):
                 gradient.square().sum().backward(retain_graph=True)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product_with_the_jacobian_is_refused(kind):
+    """PyTorch takes it as the derivative of a backward pass for its cotangent: without an error it would be zero."""
+    tiny = MODELS[KINDS[kind]]
+    x, model = tiny.images(), torchsbp.apply(tiny.model(), 0.5, blocks=1.0)
+    with pytest.raises(UsageError, match=REFUSED):
+        torch.autograd.functional.jvp(model, x, x)
+
+
 def test_the_gate_alone_is_refused_too():
     x = torch.randn(2, 6, 4, requires_grad=True)
     (gradient,) = torch.autograd.grad(gate(x, torch.tensor([0, 7])).sum(), x, create_graph=True)

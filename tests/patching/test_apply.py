@@ -241,6 +241,20 @@ def test_scale_weight_is_the_inverse_ratio():
     torch.testing.assert_close(b["stem.0.weight"], a["stem.0.weight"], rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize(("scope", "complete"), [("branch", True), ("block", False)])
+def test_scale_weight_leaves_attention_alone_that_hears_from_all_rows(scope, complete):
+    options = {"attention": "exact", "blocks": [2], "scope": scope}
+    (_, a), (_, b) = (
+        step(torchsbp.apply(LEAN["vit"].model(), 0.25, config=GRID, scale=scale, **options), images())
+        for scale in ("none", "weight")
+    )
+    inverse = 25 / 7  # of 24 patches and a class token
+    attention = 1 if complete else inverse
+    for part, factor in (("attn.qkv", attention), ("attn.proj", attention), ("mlp.fc1", inverse)):
+        name = f"blocks.2.{part}.weight"
+        torch.testing.assert_close(b[name], factor * a[name], rtol=1e-12, atol=0)
+
+
 def test_schedule_follows_set_step_and_is_refused_without_it():
     schedule = schedules.Milestones(((0, 0.25), (10, 1.0)))
     model = torchsbp.apply(LEAN["vit"].model(), keep_ratio=schedule)

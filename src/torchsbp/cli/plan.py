@@ -38,7 +38,7 @@ def run(argv: list[str]) -> None:
     found = plan(
         named.build,
         (args.batch, *named.shape),
-        memory,
+        f"{memory}B",
         precision=args.precision,
         optimizer=args.optimizer,
         configs=configs,

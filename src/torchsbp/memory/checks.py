@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import SBPConfig, one_of
+from ..config import SBPConfig, refuse_preset_name
 from ..errors import UsageError, UsageTypeError, expect, shown
 
 PLAIN = ("full", "checkpoint")
@@ -16,9 +16,11 @@ ALSO = {"bfloat16": "bf16", "float16": "fp16", "fp32": "float32"}
 
 
 def check_config(config: object) -> None:
-    if isinstance(config, str):
-        one_of("config", config, PLAIN)
-    elif isinstance(config, float):
+    refuse_preset_name(config)
+    if isinstance(config, str) and config not in PLAIN:
+        names = ", ".join(map(repr, PLAIN))
+        raise UsageError(f"config={config!r} is not allowed; allowed: {names}, None, an SBPConfig(…)")
+    if isinstance(config, float):
         raise UsageTypeError(f"config={config!r} is a number; a keep-ratio is given as config=SBPConfig({config!r})")
     expect("config", config, (SBPConfig, str, type(None)), f"None, an SBPConfig(…), {' or '.join(map(repr, PLAIN))}")
 

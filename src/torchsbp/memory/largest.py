@@ -50,7 +50,7 @@ def largest(
 ) -> Largest:
     """The search begins at ``shape[0]``. A batch whose measured peak is too much is made smaller until it fits."""
     config = resolved_for(model, config)
-    batch = largest_batch(model, shape, usable, config, precision, optimizer)
+    batch = largest_batch(model, shape, f"{usable}B", config, precision, optimizer)
     measured = None
     while measure is not None and batch > 0:
         measured = measure(batch, config)

@@ -186,6 +186,7 @@ def plan(
     """
     total = parse_size(memory)
     usable, model = usable_of(total, headroom), build(model)
+    room = f"{usable}B"
     check_configs(configs)
     order = levels(model) if configs is None else [[resolved_for(model, config)] for config in configs]
     found: dict[int, Estimate] = {}
@@ -206,9 +207,7 @@ def plan(
             continue
         chosen = next(i for i in range(len(configs_)) if fits(level, i))
         config, its = configs_[chosen], found[numbers.index((level, chosen))]
-        batch = (
-            None if its.covers else largest_batch(model, input_shape, usable, config, precision, optimizer, loss=loss)
-        )
+        batch = None if its.covers else largest_batch(model, input_shape, room, config, precision, optimizer, loss=loss)
         return Plan(config, its, tried(), batch, total, usable)
 
     least = min(tried(), key=lambda candidate: candidate.peak)
@@ -217,7 +216,7 @@ def plan(
     if part:
         needed += f"that is {part} alone: the rest of the model comes on top"
     else:
-        batch = largest_batch(model, input_shape, usable, least.config, precision, optimizer, loss=loss)
+        batch = largest_batch(model, input_shape, room, least.config, precision, optimizer, loss=loss)
         needed += f"the largest batch with that is {batch}" if batch else "not even a batch of 1 fits"
     raise DoesNotFitError(f"does not fit in {mib(total)} ({mib(usable)} without the headroom): {needed}", tried())
 
@@ -226,7 +225,7 @@ def usable_of(memory: int, headroom: float) -> int:
     """What may be allocated of so many bytes."""
     if isinstance(headroom, bool) or not isinstance(headroom, (int, float)) or not 0 <= headroom < 1:
         raise UsageError(f"headroom={headroom!r} is not allowed; allowed: a number in [0, 1)")
-    return int(memory * (1 - headroom))
+    return max(1, int(memory * (1 - headroom)))
 
 
 def check_configs(configs: object) -> None:

@@ -158,10 +158,11 @@ class _TransformerBlock(torch.autograd.Function):
         )  # fmt: skip
         totals = steps.totals()
         grads1, grads2 = attention_gradients(products1, totals, p1), mlp_gradients(products2, totals, p2)
+        sampled = spec1.rule.query_rows or options.scope == "block"  # else attention heard from all rows
         return (
             *BlockInputs(dx.view(shape)),
             *NO_WINDOWS,
-            *parameter_gradients(grads1, p1, needs1, options.weight_scale),
+            *parameter_gradients(grads1, p1, needs1, options.weight_scale if sampled else 1.0),
             *parameter_gradients(grads2, p2, needs2, options.weight_scale),
         )
 

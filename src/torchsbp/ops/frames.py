@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from ..errors import UsageError, expect
 from .wrap import complement, merge
 
 
@@ -21,13 +22,25 @@ def encode_frames(encoder: Callable[[Tensor], Tensor], video: Tensor, keep: Tens
         return in_chunks(encoder, flat, chunk).unflatten(0, (samples, frames))
     keep = (keep + frames * torch.arange(samples, device=keep.device)[:, None]).flatten()
     if len(keep) == len(flat):
-        return encoder(flat).unflatten(0, (samples, frames))
+        return encoded(encoder, flat).unflatten(0, (samples, frames))
     drop = complement(keep, len(flat))
     # Dropped frames first: what they need for a moment does not come on top of what kept ones leave for backward.
     with torch.no_grad(), _casts_forgotten(video.device.type):
         dropped = in_chunks(encoder, flat.index_select(0, drop), chunk)
-    kept = encoder(flat.index_select(0, keep))
+    kept = encoded(encoder, flat.index_select(0, keep))
     return merge(kept, keep, dropped, drop, 0).unflatten(0, (samples, frames))
+
+
+def encoded(encoder: Callable[[Tensor], Tensor], frames: Tensor) -> Tensor:
+    """What the encoder makes of frames, or an error if that is not one result for each of them."""
+    y = encoder(frames)
+    expect("encoder(frames)", y, Tensor, "a tensor with one row for every frame")
+    if y.dim() == 0 or y.shape[0] != frames.shape[0]:
+        raise UsageError(
+            f"encoder must give one row for every frame: of {frames.shape[0]} frames, an input of shape "
+            f"{tuple(frames.shape)}, it made {tuple(y.shape)}"
+        )
+    return y
 
 
 def _casts_forgotten(device: str) -> AbstractContextManager[object]:
@@ -42,7 +55,7 @@ def in_chunks(encoder: Callable[[Tensor], Tensor], frames: Tensor, chunk: int | 
     size = -(-len(frames) // -(-len(frames) // chunk)) if chunk else len(frames)
     found = None
     for start in range(0, len(frames), size):
-        y = encoder(frames[start : start + size])
+        y = encoded(encoder, frames[start : start + size])
         found = y.new_empty(len(frames), *y.shape[1:]) if found is None else found
         found[start : start + size] = y  # at once: one with CUDA graphs writes the next chunk's over it
     assert found is not None

@@ -26,15 +26,16 @@ def once(backward: Backward) -> Backward:
             gradients = backward(ctx, *cotangents)
         if compiling() or not torch.is_grad_enabled():
             return gradients
-        return marked(gradients)
+        return marked(gradients, cotangents)
 
     return wrapper
 
 
-def marked(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The gradients, none of which can be differentiated."""
+def marked(gradients: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The gradients, none of which can be differentiated: neither for what forward has saved nor, as a product with the
+    Jacobian would by a second backward, for the cotangents."""
     given = [gradient.detach().requires_grad_() for gradient in gradients if isinstance(gradient, Tensor)]
-    left = iter(_Refused.apply(*given) if given else ())
+    left = iter(_Refused.apply(len(given), *given, *cotangents) if given else ())
     return tuple(next(left) if isinstance(gradient, Tensor) else gradient for gradient in gradients)
 
 
@@ -60,8 +61,8 @@ class _Once(torch.autograd.Function):
 
 class _Refused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return tuple(gradient.view_as(gradient) for gradient in gradients)
+    def forward(ctx: Any, count: int, *given: Tensor) -> tuple[Tensor, ...]:
+        return tuple(gradient.view_as(gradient) for gradient in given[:count])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:

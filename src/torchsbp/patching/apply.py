@@ -1,6 +1,7 @@
 """apply, remove, kept, set_step, set_sizes: patch a model in place and undo it."""
 
 from collections.abc import Iterator, Sequence
+from operator import index
 from typing import Any, TypeVar
 
 import torch
@@ -112,9 +113,31 @@ def set_sizes(model: nn.Module, sizes: Sequence[Sequence[int]] | Tensor, padded:
     fewer is kept whole, and filled up with padding. Windows of attention keep as many as ever, of images first.
     """
     found = list(patched_entries(model))
-    given = sizes if isinstance(sizes, Tensor) else torch.tensor(sizes)
-    height, width = padded
-    wrong = given.dim() != 2 or given.shape[1] != 2 or given.is_floating_point()
+    given, size = whole_sizes(sizes, padded)
+    for entry, module in found:
+        if entry.config.scale != "none" and entry.config.keep_ratio != 1:
+            raise UsageError(
+                f'scale="{entry.config.scale}" weighs all images alike, but of a smaller one a larger share is kept; '
+                'apply with scale="none", or leave set_sizes out: positions are then drawn from all of the padded size'
+            )
+        entry.masks.images = Images(sent(given, entry.step(module).device), size)
+
+
+def whole_sizes(sizes: Sequence[Sequence[int]] | Tensor, padded: Sequence[int]) -> tuple[Tensor, tuple[int, int]]:
+    """Height and width of every image ``[B, 2]``, and of their batch; an error if they are not that."""
+    try:
+        height, width = (index(size) for size in padded)
+    except (TypeError, ValueError):
+        height = width = 0
+    if height < 1 or width < 1:
+        raise UsageError(
+            f"padded={shown(padded)} is not allowed; allowed: (height, width) of the batch, whole numbers above 0"
+        )
+    try:
+        given = sizes if isinstance(sizes, Tensor) else torch.tensor(sizes)
+    except (TypeError, ValueError, RuntimeError):
+        given = torch.empty(0)
+    wrong = given.dim() != 2 or given.shape[1] != 2 or given.dtype not in (torch.int32, torch.int64)
     if not wrong and given.is_cpu:  # values on a GPU are not waited for
         wrong = not all(1 <= h <= height and 1 <= w <= width for h, w in given.tolist())
     if wrong:
@@ -122,13 +145,7 @@ def set_sizes(model: nn.Module, sizes: Sequence[Sequence[int]] | Tensor, padded:
             f"sizes={shown(sizes)} is not allowed; allowed: (height, width) of every image, whole numbers from 1 to "
             f"those of the batch, {(height, width)}"
         )
-    for entry, module in found:
-        if entry.config.scale != "none" and entry.config.keep_ratio != 1:
-            raise UsageError(
-                f'scale="{entry.config.scale}" weighs all images alike, but of a smaller one a larger share is kept; '
-                'apply with scale="none", or leave set_sizes out: positions are then drawn from all of the padded size'
-            )
-        entry.masks.images = Images(sent(given, entry.step(module).device), (height, width))
+    return given, (height, width)
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:

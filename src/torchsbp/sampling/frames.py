@@ -28,8 +28,7 @@ def sbp_frames(
     shared by the batch unless ``per_sample`` ("balanced": over the batch, every frame is kept equally often). The
     others run without gradients, ``chunk`` frames at a time.
     """
-    if callable(sampler):
-        check_calls("sampler", sampler, "shape", "ratios", "key")
+    expect_sampler(sampler)
     expect_arguments(encoder, video, step, seed, rank, chunk)
     ratio = schedules.check_ratio(keep_ratio)
     refuse_batch_norm(encoder)
@@ -42,6 +41,18 @@ def sbp_frames(
         order = samplers.balanced(order, [kept], video.shape[0])
     keep = samplers.first(order, kept)
     return encode_frames(encoder, video, keep, chunk)
+
+
+def expect_sampler(sampler: object) -> None:
+    """An error if it can't choose among frames."""
+    if callable(sampler):
+        check_calls("sampler", sampler, "shape", "ratios", "key")
+    if sampler == "grid":
+        names = ", ".join(repr(name) for name in samplers.SAMPLERS if name != "grid")
+        raise UsageError(
+            f"sampler='grid' keeps the same positions of all frames, hence all frames or none; allowed here: {names}, "
+            "a callable"
+        )
 
 
 def expect_arguments(encoder: object, video: object, step: object, seed: object, rank: object, chunk: object) -> None:
