@@ -162,6 +162,11 @@ VIT = {**LAYERS, "intermediate_size": 48, "num_labels": 5}
 DINOV2 = {**LAYERS, "mlp_ratio": 2, "num_labels": 5, "layerscale_value": 0.5}
 TOWER = {"vision_config": {**LAYERS, "intermediate_size": 48}, "num_labels": 5}
 VIDEOMAE = {**VIT, "num_frames": 4, "tubelet_size": 2}
+PREDICTOR = {"pred_hidden_size": 24, "pred_num_attention_heads": 3, "pred_num_hidden_layers": 1}
+VJEPA2 = {
+    **{name: LAYERS[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "patch_size")},
+    **{"crop_size": 64, "frames_per_clip": 4, "mlp_ratio": 2, "num_pooler_layers": 1, "num_labels": 5, **PREDICTOR},
+}
 CONVNEXT = {"hidden_sizes": [8, 12, 16, 20], "depths": [1, 1, 3, 1], "num_labels": 5, "layer_scale_init_value": 0.5}
 
 
@@ -204,6 +209,9 @@ TRANSFORMERS = {
     "transformers clip": lean_transformers("CLIPForImageClassification", **TOWER),
     "transformers siglip": lean_transformers("SiglipForImageClassification", **TOWER),
     "transformers videomae": lean_transformers("VideoMAEForVideoClassification", same_bits=False, **VIDEOMAE),
+    "transformers vjepa2": lean_transformers(
+        "VJEPA2ForVideoClassification", same_bits=False, drop_path="drop_path_rate", **VJEPA2
+    ),
     "transformers convnext": lean_transformers(
         "ConvNextForImageClassification", same_bits=False, drop_path="drop_path_rate", **CONVNEXT
     ),

@@ -141,6 +141,7 @@ MODELS = {
     "frames of a ViT": ("vit_tiny_patch16_224", VIT, FRAMES),
     "tokens of a ViT": ("vit_tiny_patch16_224", VIT, {"keep_ratio": 0.5, "sampler": "grid", "per_sample": True}),
     "VideoMAE": ("transformers/VideoMAEForVideoClassification", VIDEOMAE, {"sampler": "frames_jitter"}),
+    "V-JEPA 2": ("transformers/VJEPA2ForVideoClassification", VJEPA, {"sampler": "checkerboard"}),
     "V-JEPA 2, plain": ("transformers/VJEPA2ForVideoClassification", VJEPA, {"preset": "none", "sampler": None}),
 }
 

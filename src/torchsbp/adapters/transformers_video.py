@@ -1,0 +1,56 @@
+"""Hugging Face transformers, models of videos: V-JEPA 2."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import Adapter
+from .layouts import Layout
+from .lean import RotaryBlock
+from .transformers import DROP_PATH, OLD_MLP, Names, attention, block, family, one_stage
+
+VJEPA2_CLASSES = family("vjepa2", "VJEPA2")
+
+
+def vjepa2_rope(its: Any, positions: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine ``[N, D]`` of time, height and width, read off what the block's own rotation makes of unit vectors.
+
+    ``y = x ∘ cos + rot(x) ∘ sin`` with neighbours as pairs: ones at even places become their cosines, and the sines of
+    their partners.
+    """
+    m = its.attention
+    even = torch.zeros(m.attention_head_size, dtype=dtype, device=device)
+    even[::2] = 1
+    rows = torch.stack([even, 1 - even]).unsqueeze(1).expand(-1, positions, -1)
+    turned = m.apply_rotary_embeddings(rows.unsqueeze(0), m.get_position_ids(rows))[0]
+    cos = torch.where(even.bool(), turned[0], turned[1])
+    sin = torch.where(even.bool(), -turned[1], turned[0])
+    return cos, sin
+
+
+VJEPA2_ATTENTION = attention(
+    *("attention", ("query", "key", "value"), "attention.proj", "num_attention_heads", "scaling"),
+    *("attention.dropout_prob", "attention.dropout"),
+)
+VJEPA2_ROPE: Names = {"rope": "", "own_rope": vjepa2_rope, "rotate_half": False, "pair": True}
+VJEPA2_BLOCK = block(
+    VJEPA2_CLASSES,
+    "norm1",
+    "norm2",
+    *(VJEPA2_ATTENTION, OLD_MLP, DROP_PATH, VJEPA2_ROPE),
+    classes={"attention": "RopeAttention", "mlp": "MLP"},
+    kind=RotaryBlock,
+)
+VJEPA2 = Adapter(  # the blocks of its predictor, of the same class, stay as they are
+    name="transformers V-JEPA 2",
+    blocks={f"{VJEPA2_CLASSES}Layer": VJEPA2_BLOCK},
+    layouts=Layout(
+        f"{VJEPA2_CLASSES}Model",
+        "encoder.embeddings.patch_embeddings.proj",
+        stages=partial(one_stage, ("encoder.layer",)),
+    ),
+)
+
+ADAPTERS = (VJEPA2,)
