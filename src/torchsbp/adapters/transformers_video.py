@@ -15,7 +15,7 @@ VJEPA2_CLASSES = family("vjepa2", "VJEPA2")
 
 
 def vjepa2_rope(its: Any, positions: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine ``[N, D]`` of time, height and width, read off what the block's own rotation makes of unit vectors.
+    """Cosine and sine ``[N, D]`` of time, height and width, as the block's own rotation of unit vectors shows them.
 
     ``y = x ∘ cos + rot(x) ∘ sin`` with neighbours as pairs: ones at even places become their cosines, and the sines of
     their partners.
