@@ -217,6 +217,34 @@ TRANSFORMERS = {
     ),
 }
 
+IMAGES = {**LAYERS, "intermediate_size": 48}
+SQUARES = {"image_size": [64, 64], "patch_size": [16, 16]}
+SIBLINGS = {  # model class, its own options beside those of its kind
+    "ViTMSNForImageClassification": VIT,
+    "IJepaForImageClassification": VIT,
+    "VivitForVideoClassification": {**VIT, "num_frames": 4, "tubelet_size": [2, 16, 16]},
+    "DPTModel": VIT,
+    "AltCLIPVisionModel": IMAGES,
+    "ChineseCLIPVisionModel": IMAGES,
+    "MetaClip2ForImageClassification": TOWER,
+    "OwlViTVisionModel": IMAGES,
+    "Owlv2VisionModel": IMAGES,
+    "Idefics3VisionTransformer": IMAGES,
+    "SmolVLMVisionTransformer": IMAGES,
+    "BlipVisionModel": IMAGES,
+    "Blip2VisionModel": IMAGES,
+    "InstructBlipVisionModel": IMAGES,
+    "InstructBlipVideoVisionModel": IMAGES,
+    "InternVLVisionModel": {**IMAGES, **SQUARES, "layer_scale_init_value": 0.5},
+}
+
+
+def sibling(cls: str, **sizes: Any) -> Tiny:
+    shape = (4, 3, 64, 64) if cls.endswith("ForVideoClassification") else (3, 64, 64)
+    # BLIP's attention is written out.
+    return Tiny(of_transformers(cls, **sizes), "member", shape, drop_path="", same_bits=cls != "BlipVisionModel")
+
+
 MEMBERS = {
     "deit_tiny_patch16_224": {"img_size": 64},
     "deit_tiny_distilled_patch16_224": {"img_size": 64},
@@ -423,4 +451,5 @@ TRANSFORMERS_POINTWISE = {
 MODELS: dict[str, Tiny] = {
     **LEAN, **TORCHVISION, **TRANSFORMERS, **{name: member(name, **sizes) for name, sizes in MEMBERS.items()},
     **TOKENS, **HYBRIDS, **POINTWISE, **TRANSFORMERS_POINTWISE, **WINDOWS,
+    **{f"transformers {cls}": sibling(cls, **sizes) for cls, sizes in SIBLINGS.items()},
 }  # fmt: skip

@@ -1,16 +1,17 @@
-"""Hugging Face transformers, models of videos: V-JEPA 2."""
+"""Hugging Face transformers, models of videos: VideoMAE, ViViT, V-JEPA 2. No contest has been run for any of them."""
 
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .base import Adapter
-from .layouts import Layout
+from ..sampling import recommended
 from .lean import RotaryBlock
-from .transformers import DROP_PATH, OLD_MLP, Names, attention, block, family, one_stage
+from .rerun import Mixer, Residual
+from .transformers import DROP_PATH, OLD_MLP, Names, attention, block, family, nested_block, transformer, vit_block
 
+VIDEOMAE_CLASSES = family("videomae", "VideoMAE")
 VJEPA2_CLASSES = family("vjepa2", "VJEPA2")
 
 
@@ -43,14 +44,25 @@ VJEPA2_BLOCK = block(
     classes={"attention": "RopeAttention", "mlp": "MLP"},
     kind=RotaryBlock,
 )
-VJEPA2 = Adapter(  # the blocks of its predictor, of the same class, stay as they are
-    name="transformers V-JEPA 2",
-    blocks={f"{VJEPA2_CLASSES}Layer": VJEPA2_BLOCK},
-    layouts=Layout(
-        f"{VJEPA2_CLASSES}Model",
-        "encoder.embeddings.patch_embeddings.proj",
-        stages=partial(one_stage, ("encoder.layer",)),
+VIDEOMAE = transformer("VideoMAE", VIDEOMAE_CLASSES, nested_block(VIDEOMAE_CLASSES))
+VIVIT_CLASSES = family("vivit", "Vivit")
+VIVIT = transformer(
+    "ViViT",
+    VIVIT_CLASSES,
+    *(vit_block(VIVIT_CLASSES), nested_block(VIVIT_CLASSES)),
+    Residual(  # its own activation is one that no op knows
+        mixers=(Mixer("attention", "layernorm_before"),),
+        idle=("attention.attention_dropout", "attention.attention.dropout_prob"),
     ),
+    prefix=1,
+    blocks=("layers", "encoder.layer"),
+)
+VJEPA2 = transformer(  # the blocks of its predictor, of the same class, stay as they are
+    "V-JEPA 2",
+    VJEPA2_CLASSES,
+    VJEPA2_BLOCK,
+    entry="encoder.embeddings.patch_embeddings.proj",
+    blocks=("encoder.layer",),
 )
 
-ADAPTERS = (VJEPA2,)
+ADAPTERS = tuple(replace(its, recommended=recommended.UNTRIED) for its in (VIDEOMAE, VIVIT, VJEPA2))
