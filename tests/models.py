@@ -235,6 +235,7 @@ SIBLINGS = {  # model class, its own options beside those of its kind
     "Blip2VisionModel": IMAGES,
     "InstructBlipVisionModel": IMAGES,
     "InstructBlipVideoVisionModel": IMAGES,
+    "PixioModel": {**LAYERS, "mlp_ratio": 2, "n_cls_tokens": 3},
     "InternVLVisionModel": {**IMAGES, **SQUARES, "layer_scale_init_value": 0.5},
 }
 
@@ -410,6 +411,12 @@ def transformers_swin(name: str, size: tuple[int, int] = (64, 64), **options: An
     return Tiny(build, "windows", (3, *size), same_bits=False)
 
 
+def transformers_sam(name: str, window: int) -> Tiny:
+    sizes = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "mlp_dim": 48, "output_channels": 8}
+    sizes |= {"image_size": 64, "patch_size": 8, "window_size": window, "global_attn_indexes": [1], "num_pos_feats": 4}
+    return Tiny(of_transformers(f"{name}VisionModel", **sizes), "windows", (3, 64, 64), drop_path="", same_bits=False)
+
+
 V2 = {"block": vision.SwinTransformerBlockV2, "downsample_layer": vision.PatchMergingV2}
 FREE = {"strict_img_size": False, "always_partition": True}
 WINDOWS = {
@@ -438,6 +445,8 @@ WINDOWS = {
     "transformers swin v2": transformers_swin("Swinv2"),
     "transformers swin v2, padded": transformers_swin("Swinv2", (36, 52), window_size=3),
     "transformers swin v2, own activation": transformers_swin("Swinv2", hidden_act="mish"),
+    "transformers sam": transformers_sam("Sam", 4),
+    "transformers sam-hq, padded": transformers_sam("SamHQ", 3),
 }
 
 TRANSFORMERS_POINTWISE = {

@@ -10,6 +10,8 @@ from . import (
     torchvision,
     transformers,
     transformers_beit,
+    transformers_dino,
+    transformers_sam,
     transformers_swin,
     transformers_towers,
     transformers_video,
@@ -26,7 +28,8 @@ __all__ = [
 
 ADAPTERS: list[Adapter] = [
     *timm.ADAPTERS, *torchvision.ADAPTERS, *transformers.ADAPTERS, *transformers_beit.ADAPTERS,
-    *transformers_swin.ADAPTERS, *transformers_towers.ADAPTERS, *transformers_video.ADAPTERS,
+    *transformers_dino.ADAPTERS, *transformers_sam.ADAPTERS, *transformers_swin.ADAPTERS,
+    *transformers_towers.ADAPTERS, *transformers_video.ADAPTERS,
 ]  # fmt: skip
 
 Backbone = tuple[str, nn.Module, Adapter, Layout]

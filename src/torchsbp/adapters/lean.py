@@ -45,6 +45,10 @@ PER_SAMPLE_DROPS = (
     "transformers.models.dinov3_vit.modeling_dinov3_vit.Dinov3ViTDropPath",
     "transformers.models.dinov2.modeling_dinov2.Dinov2DropPath",
     "transformers.models.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersDropPath",
+    "transformers.models.donut.modeling_donut_swin.DonutDropPath",
+    "transformers.models.pixio.modeling_pixio.PixioDropPath",
+    "transformers.models.radio.modeling_radio.RadioDropPath",
+    "transformers.models.tipsv2.modeling_tipsv2.Tipsv2VisionDropPath",
     "transformers.models.vjepa2.modeling_vjepa2.VJEPA2DropPath",
 )
 LARGEST_LOGIT = math.log(100)

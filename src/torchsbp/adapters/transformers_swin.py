@@ -1,4 +1,4 @@
-"""Hugging Face transformers: Swin, Swin v2 and the Swin of MaskFormer."""
+"""Hugging Face transformers: Swin, Swin v2 and the Swins of MaskFormer and Donut."""
 
 from dataclasses import replace
 from typing import Any
@@ -101,16 +101,28 @@ SWIN_V2 = swin(
     ),
     models=BACKBONES,
 )
-MASKFORMER_SWIN = swin(
-    "MaskFormer Swin",
-    "transformers.models.maskformer.modeling_maskformer_swin.MaskFormerSwin",
-    lean_swin_block(SELF, INTERMEDIATE, softmax_scale="", score_bias=W.maskformer_bias),
-    swin_block(
+
+
+def nested_swin(name: str, cls: str, **windows: Any) -> Adapter:
+    lean = lean_swin_block(SELF, INTERMEDIATE, softmax_scale="", score_bias=W.maskformer_bias, **windows)
+    again = swin_block(
         idle=("attention.self.dropout",),
         mlp="intermediate output",
         mlp_drop="",
         kept_query_attention=W.maskformer_attention,
-    ),
+        **windows,
+    )
+    return swin(name, cls, lean, again)
+
+
+MASKFORMER_SWIN = nested_swin(
+    "MaskFormer Swin", "transformers.models.maskformer.modeling_maskformer_swin.MaskFormerSwin"
+)
+DONUT_SWIN = nested_swin(
+    "Donut Swin",
+    "transformers.models.donut.modeling_donut_swin.DonutSwin",
+    sizes=clamped_sizes,
+    fixed="always_partition",
 )
 
-ADAPTERS = (SWIN, SWIN_V2, MASKFORMER_SWIN)
+ADAPTERS = (SWIN, SWIN_V2, MASKFORMER_SWIN, DONUT_SWIN)

@@ -1,4 +1,4 @@
-"""Vision towers of models of images and text: inside of these, by themselves, and what is refused of them."""
+"""More families of transformers: vision towers inside of models of images and text, and what is refused of them."""
 
 import copy
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.models.donut.modeling_donut_swin import DonutSwinModel
 from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionTransformer
 from transformers.models.kosmos2.modeling_kosmos2 import Kosmos2VisionModel
 
@@ -14,7 +15,7 @@ from torchsbp import SBPConfig
 from torchsbp.adapters import find_backbones
 from torchsbp.errors import UsageError
 
-from ..models import IMAGES, SQUARES, VIT, Scores, images, randomized, transformers_model
+from ..models import IMAGES, LAYERS, MODELS, SQUARES, VIT, Scores, images, randomized, transformers_model
 from ..oracle import check_definition
 from ..steps import assert_gradients, gradients_of
 
@@ -45,7 +46,7 @@ def internvl(**tower) -> nn.Module:
     return of_parts("InternVL", SQUARES | tower, "qwen2", downsample_ratio=0.5)
 
 
-MODELS = {  # how it is built, its tower, tokens of an image
+PAIRED = {  # how it is built, its tower, tokens of an image
     "LLaVA": (llava, "model.vision_tower", 16),
     "PaliGemma": (paligemma, "model.vision_tower", 16),
     "Idefics 3": (idefics3, "model.vision_model", 4),
@@ -55,7 +56,7 @@ MODELS = {  # how it is built, its tower, tokens of an image
 
 def batch_for(name: str) -> dict[str, Tensor]:
     pixels = images(2, (64, 64))
-    text = torch.tensor([[IMAGE] * MODELS[name][2] + [3, 4, 5]] * 2)
+    text = torch.tensor([[IMAGE] * PAIRED[name][2] + [3, 4, 5]] * 2)
     batch = {"input_ids": text, "pixel_values": pixels[:, None] if name == "Idefics 3" else pixels}
     if name == "PaliGemma":
         batch["token_type_ids"] = torch.zeros_like(text)
@@ -68,9 +69,9 @@ def trained(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return gradients_of(model)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", PAIRED)
 def test_a_tower_is_found_inside_of_its_model_and_by_itself(name):
-    build, tower, _ = MODELS[name]
+    build, tower, _ = PAIRED[name]
     plain, batch = build(), batch_for(name)
     whole, part = copy.deepcopy(plain), copy.deepcopy(plain)
     assert [found for found, *_ in find_backbones(whole)] == [tower]
@@ -82,11 +83,54 @@ def test_a_tower_is_found_inside_of_its_model_and_by_itself(name):
         assert_gradients(trained(model, batch), expected)
 
 
-@pytest.mark.parametrize("cls", [Idefics2VisionTransformer, Kosmos2VisionModel])
+SWIN = {"image_size": 64, "patch_size": 4, "window_size": 3, "depths": [2, 2], "num_heads": [2, 3], "embed_dim": 12}
+NOT_EXPORTED = {DonutSwinModel: SWIN, Idefics2VisionTransformer: IMAGES, Kosmos2VisionModel: IMAGES}
+
+
+@pytest.mark.parametrize("cls", NOT_EXPORTED)
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
-def test_towers_that_are_not_exported(cls, ratio):
-    model = randomized(lambda: cls._from_config(cls.config_class(**IMAGES)))
+def test_models_that_are_not_exported(cls, ratio):
+    model = randomized(lambda: cls._from_config(cls.config_class(**NOT_EXPORTED[cls])))
     check_definition(Scores(model), SBPConfig(keep_ratio=ratio), images(2, (64, 64)))
+
+
+DINO = {**LAYERS, "mlp_ratio": 2.0, "layerscale_value": 0.5, "drop_path_rate": 0.5}
+LATER = {
+    "Tipsv2VisionModel": {**DINO, "num_register_tokens": 2},
+    "RadioModel": {**DINO, "max_img_size": 64, "num_cls_tokens": 2, "num_registers": 1},
+}
+
+
+@pytest.mark.parametrize("cls", LATER)
+def test_models_of_later_releases(cls):
+    if not hasattr(transformers, cls):
+        pytest.skip(f"transformers {transformers.__version__} has no {cls}")
+    model = Scores(transformers_model(cls, **LATER[cls]))
+    check_definition(model, SBPConfig(keep_ratio=0.5, blocks=1.0), images(2, (64, 64)))
+    kept = next(iter(torchsbp.kept(model).values()))
+    assert kept[:, :3].tolist() == [[0, 1, 2]] * 2  # class and register tokens
+
+
+def test_sam_with_its_decoder():
+    """Prompts are points; the image encoder alone is sampled."""
+    vision = MODELS["transformers sam"].bare().config
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_dim": 8, "iou_head_hidden_dim": 8}
+    prompts = {"hidden_size": 8, "image_size": 64, "patch_size": 8}
+    plain = transformers_model(
+        "SamModel", vision_config=vision, prompt_encoder_config=prompts, mask_decoder_config=sizes
+    )
+    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=1.0)
+    assert [found for found, *_ in find_backbones(model)] == ["vision_encoder"]
+    points = torch.tensor([[[[10.0, 20.0]]]] * 2, dtype=torch.float64)
+    for each in (plain, model):
+        each(pixel_values=images(2, (64, 64)), input_points=points).pred_masks.square().sum().backward()
+    assert_gradients(gradients_of(model), gradients_of(plain))
+
+
+def test_sam_with_attention_that_is_written_out_is_refused():
+    """Its softmax rounds to float32."""
+    with pytest.raises(UsageError, match=r"attn is .*SamVisionAttention; supported: .*SamVisionSdpaAttention"):
+        torchsbp.apply(MODELS["transformers sam"].bare(attn_implementation="eager"))
 
 
 def test_padded_images_are_refused():
