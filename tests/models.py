@@ -417,6 +417,11 @@ def transformers_sam(name: str, window: int) -> Tiny:
     return Tiny(of_transformers(f"{name}VisionModel", **sizes), "windows", (3, 64, 64), drop_path="", same_bits=False)
 
 
+SAM2 = {
+    **{"image_size": [64, 64], "hidden_size": 12, "num_attention_heads": 1, "blocks_per_stage": [1, 2, 3, 2]},
+    **{"embed_dim_per_stage": [12, 24, 36, 48], "num_attention_heads_per_stage": [1, 2, 3, 4]},
+    **{"window_size_per_stage": [8, 6, 4, 2], "global_attention_blocks": [5]},
+}
 V2 = {"block": vision.SwinTransformerBlockV2, "downsample_layer": vision.PatchMergingV2}
 FREE = {"strict_img_size": False, "always_partition": True}
 WINDOWS = {
@@ -447,6 +452,7 @@ WINDOWS = {
     "transformers swin v2, own activation": transformers_swin("Swinv2", hidden_act="mish"),
     "transformers sam": transformers_sam("Sam", 4),
     "transformers sam-hq, padded": transformers_sam("SamHQ", 3),
+    "transformers sam 2": Tiny(of_transformers("Sam2HieraDetModel", **SAM2), "windows", (3, 64, 64), drop_path=""),
 }
 
 TRANSFORMERS_POINTWISE = {
