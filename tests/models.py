@@ -236,6 +236,7 @@ SIBLINGS = {  # model class, its own options beside those of its kind
     "InstructBlipVisionModel": IMAGES,
     "InstructBlipVideoVisionModel": IMAGES,
     "PixioModel": {**LAYERS, "mlp_ratio": 2, "n_cls_tokens": 3},
+    "JanusVisionModel": {**LAYERS, "mlp_ratio": 2.0},
     "InternVLVisionModel": {**IMAGES, **SQUARES, "layer_scale_init_value": 0.5},
 }
 

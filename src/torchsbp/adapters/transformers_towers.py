@@ -80,6 +80,17 @@ INTERNVL = transformer(
 )
 
 
+JANUS_CLASSES = family("janus", "JanusVision")
+JANUS_ATTENTION = attention(
+    *("self_attn", ("q_proj", "k_proj", "v_proj"), "self_attn.projection_layer", "num_heads", "scale"),
+    *("self_attn.attention_dropout", "self_attn.projection_dropout", "mlp.dropout1", "mlp.dropout2"),
+    *("self_attn.q_norm", "self_attn.k_norm"),
+)
+JANUS_BLOCK = block(
+    *(JANUS_CLASSES, "layer_norm1", "layer_norm2", JANUS_ATTENTION, MLP),
+    classes={"self_attn": "Attention", "mlp": "MLP"},
+)
+JANUS = tower("Janus vision", JANUS_CLASSES, JANUS_BLOCK, prefix=0, models=("Model",))
 DPT_CLASSES = family("dpt", "DPT")
 
 
@@ -98,5 +109,5 @@ DPT = transformer("DPT", DPT_CLASSES, dpt_block(), prefix=1, entry=dpt_entry, bl
 
 ADAPTERS = (
     *(ALT_CLIP, CHINESE_CLIP, METACLIP_2, OWL_VIT, OWL_V2, KOSMOS_2, IDEFICS_2, IDEFICS_3, SMOL_VLM),
-    *(BLIP, BLIP_2, INSTRUCT_BLIP, INSTRUCT_BLIP_VIDEO, INTERNVL, DPT),
+    *(BLIP, BLIP_2, INSTRUCT_BLIP, INSTRUCT_BLIP_VIDEO, INTERNVL, JANUS, DPT),
 )
