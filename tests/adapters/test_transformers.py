@@ -165,7 +165,8 @@ def test_compiled_gradients_are_those_of_eager(name):
     release = tuple(int(number) for number in transformers.__version__.split(".")[:2])
     if name == "vit" and (5, 9) <= release < (5, 18):
         pytest.skip("these releases give their ViT an attention mask of ones where they are compiled")
-    fewer = {"depths": [1, 1, 1, 1]} if name == "convnext" else {"num_hidden_layers": 2}
+    one = {"num_hidden_layers": 1, "num_pooler_layers": 0}
+    fewer = {"vit": {"num_hidden_layers": 2}, "vjepa2": one, "convnext": {"depths": [1, 1, 1, 1]}}[name]
     model = torchsbp.apply(Scores(model_of(name, **fewer)), keep_ratio=0.5, sampler="random")
     check_compiled(model, pixels(name), "aot_eager", steps=3)
 
