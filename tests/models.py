@@ -162,6 +162,11 @@ VIT = {**LAYERS, "intermediate_size": 48, "num_labels": 5}
 DINOV2 = {**LAYERS, "mlp_ratio": 2, "num_labels": 5, "layerscale_value": 0.5}
 TOWER = {"vision_config": {**LAYERS, "intermediate_size": 48}, "num_labels": 5}
 VIDEOMAE = {**VIT, "num_frames": 4, "tubelet_size": 2}
+PREDICTOR = {"pred_hidden_size": 24, "pred_num_attention_heads": 3, "pred_num_hidden_layers": 1}
+VJEPA2 = {
+    **{name: LAYERS[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "patch_size")},
+    **{"crop_size": 64, "frames_per_clip": 4, "mlp_ratio": 2, "num_pooler_layers": 1, "num_labels": 5, **PREDICTOR},
+}
 CONVNEXT = {"hidden_sizes": [8, 12, 16, 20], "depths": [1, 1, 3, 1], "num_labels": 5, "layer_scale_init_value": 0.5}
 
 
@@ -204,10 +209,43 @@ TRANSFORMERS = {
     "transformers clip": lean_transformers("CLIPForImageClassification", **TOWER),
     "transformers siglip": lean_transformers("SiglipForImageClassification", **TOWER),
     "transformers videomae": lean_transformers("VideoMAEForVideoClassification", same_bits=False, **VIDEOMAE),
+    "transformers vjepa2": lean_transformers(
+        "VJEPA2ForVideoClassification", same_bits=False, drop_path="drop_path_rate", **VJEPA2
+    ),
     "transformers convnext": lean_transformers(
         "ConvNextForImageClassification", same_bits=False, drop_path="drop_path_rate", **CONVNEXT
     ),
 }
+
+IMAGES = {**LAYERS, "intermediate_size": 48}
+SQUARES = {"image_size": [64, 64], "patch_size": [16, 16]}
+SIBLINGS = {  # model class, its own options beside those of its kind
+    "ViTMSNForImageClassification": VIT,
+    "IJepaForImageClassification": VIT,
+    "VivitForVideoClassification": {**VIT, "num_frames": 4, "tubelet_size": [2, 16, 16]},
+    "DPTModel": VIT,
+    "AltCLIPVisionModel": IMAGES,
+    "ChineseCLIPVisionModel": IMAGES,
+    "MetaClip2ForImageClassification": TOWER,
+    "OwlViTVisionModel": IMAGES,
+    "Owlv2VisionModel": IMAGES,
+    "Idefics3VisionTransformer": IMAGES,
+    "SmolVLMVisionTransformer": IMAGES,
+    "BlipVisionModel": IMAGES,
+    "Blip2VisionModel": IMAGES,
+    "InstructBlipVisionModel": IMAGES,
+    "InstructBlipVideoVisionModel": IMAGES,
+    "PixioModel": {**LAYERS, "mlp_ratio": 2, "n_cls_tokens": 3},
+    "JanusVisionModel": {**LAYERS, "mlp_ratio": 2.0},
+    "InternVLVisionModel": {**IMAGES, **SQUARES, "layer_scale_init_value": 0.5},
+}
+
+
+def sibling(cls: str, **sizes: Any) -> Tiny:
+    shape = (4, 3, 64, 64) if cls.endswith("ForVideoClassification") else (3, 64, 64)
+    # BLIP's attention is written out.
+    return Tiny(of_transformers(cls, **sizes), "member", shape, drop_path="", same_bits=cls != "BlipVisionModel")
+
 
 MEMBERS = {
     "deit_tiny_patch16_224": {"img_size": 64},
@@ -374,6 +412,17 @@ def transformers_swin(name: str, size: tuple[int, int] = (64, 64), **options: An
     return Tiny(build, "windows", (3, *size), same_bits=False)
 
 
+def transformers_sam(name: str, window: int) -> Tiny:
+    sizes = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "mlp_dim": 48, "output_channels": 8}
+    sizes |= {"image_size": 64, "patch_size": 8, "window_size": window, "global_attn_indexes": [1], "num_pos_feats": 4}
+    return Tiny(of_transformers(f"{name}VisionModel", **sizes), "windows", (3, 64, 64), drop_path="", same_bits=False)
+
+
+SAM2 = {
+    **{"image_size": [64, 64], "hidden_size": 12, "num_attention_heads": 1, "blocks_per_stage": [1, 2, 3, 2]},
+    **{"embed_dim_per_stage": [12, 24, 36, 48], "num_attention_heads_per_stage": [1, 2, 3, 4]},
+    **{"window_size_per_stage": [8, 6, 4, 2], "global_attention_blocks": [5]},
+}
 V2 = {"block": vision.SwinTransformerBlockV2, "downsample_layer": vision.PatchMergingV2}
 FREE = {"strict_img_size": False, "always_partition": True}
 WINDOWS = {
@@ -402,6 +451,9 @@ WINDOWS = {
     "transformers swin v2": transformers_swin("Swinv2"),
     "transformers swin v2, padded": transformers_swin("Swinv2", (36, 52), window_size=3),
     "transformers swin v2, own activation": transformers_swin("Swinv2", hidden_act="mish"),
+    "transformers sam": transformers_sam("Sam", 4),
+    "transformers sam-hq, padded": transformers_sam("SamHQ", 3),
+    "transformers sam 2": Tiny(of_transformers("Sam2HieraDetModel", **SAM2), "windows", (3, 64, 64), drop_path=""),
 }
 
 TRANSFORMERS_POINTWISE = {
@@ -415,4 +467,5 @@ TRANSFORMERS_POINTWISE = {
 MODELS: dict[str, Tiny] = {
     **LEAN, **TORCHVISION, **TRANSFORMERS, **{name: member(name, **sizes) for name, sizes in MEMBERS.items()},
     **TOKENS, **HYBRIDS, **POINTWISE, **TRANSFORMERS_POINTWISE, **WINDOWS,
+    **{f"transformers {cls}": sibling(cls, **sizes) for cls, sizes in SIBLINGS.items()},
 }  # fmt: skip

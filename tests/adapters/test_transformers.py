@@ -15,7 +15,19 @@ from torchsbp.errors import UsageError
 from torchsbp.patching.site import Site
 
 from ..counting import SavedBytes
-from ..models import CONVNEXT, DINOV2, LAYERS, MODELS, TOWER, TRANSFORMERS, VIDEOMAE, VIT, Scores, transformers_model
+from ..models import (
+    CONVNEXT,
+    DINOV2,
+    LAYERS,
+    MODELS,
+    TOWER,
+    TRANSFORMERS,
+    VIDEOMAE,
+    VIT,
+    VJEPA2,
+    Scores,
+    transformers_model,
+)
 from ..oracle import check_definition
 from ..steps import (
     GRID,
@@ -46,9 +58,10 @@ def pixels(family: str = "vit", batch: int = 2, size: tuple[int, int] = (64, 64)
 
 
 @pytest.mark.parametrize("sampler", ["grid", "random", "frames", "frames_jitter", "checkerboard"])
-def test_samplers_of_video(sampler):
-    model = Scores(model_of("videomae"))
-    check_definition(model, SBPConfig(keep_ratio=0.5, sampler=sampler), pixels("videomae"))
+@pytest.mark.parametrize("name", ["videomae", "vjepa2"])
+def test_samplers_of_video(name, sampler):
+    model = Scores(model_of(name))
+    check_definition(model, SBPConfig(keep_ratio=0.5, sampler=sampler), pixels(name))
     for positions in torchsbp.kept(model).values():
         kept = torch.zeros(2 * 4 * 4).index_fill(0, positions[0], 1).view(2, 4, 4)
         assert kept.sum() == 16
@@ -106,7 +119,7 @@ def test_a_trainers_step(family):
     """Called with labels and the number of items, as transformers.Trainer does; at ratio 1 the weights are plain's."""
     plain = model_of(family)
     model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=1.0)
-    batch = {"pixel_values": pixels(family), "labels": torch.tensor([1, 3])}
+    batch = {plain.main_input_name: pixels(family), "labels": torch.tensor([1, 3])}
     if getattr(type(plain), "accepts_loss_kwargs", True):
         batch["num_items_in_batch"] = torch.tensor(2)
     for each in (plain, model):
@@ -146,13 +159,14 @@ def test_gradient_checkpointing_repeats_the_same_masks(name, reentrant):
     assert entry_of(model).sbp_step == 1
 
 
-@pytest.mark.parametrize("name", ["vit", "convnext"])
+@pytest.mark.parametrize("name", ["vit", "vjepa2", "convnext"])
 def test_compiled_gradients_are_those_of_eager(name):
     """Full graph, new masks at every step, no recompilation."""
     release = tuple(int(number) for number in transformers.__version__.split(".")[:2])
     if name == "vit" and (5, 9) <= release < (5, 18):
         pytest.skip("these releases give their ViT an attention mask of ones where they are compiled")
-    fewer = {"num_hidden_layers": 2} if name == "vit" else {"depths": [1, 1, 1, 1]}
+    one = {"num_hidden_layers": 1, "num_pooler_layers": 0}
+    fewer = {"vit": {"num_hidden_layers": 2}, "vjepa2": one, "convnext": {"depths": [1, 1, 1, 1]}}[name]
     model = torchsbp.apply(Scores(model_of(name, **fewer)), keep_ratio=0.5, sampler="random")
     check_compiled(model, pixels(name), "aot_eager", steps=3)
 
@@ -166,10 +180,8 @@ def test_autocast_forward_equals_plain_and_gradients_are_as_close(family):
         y, found = step(model, x)
         expected_y, expected = step(plain, x)
     assert y.dtype == expected_y.dtype
-    if "eager" in family or family in (
-        "beit",
-        "data2vec",
-    ):  # ours scales queries, or has a bias: rounded otherwise, not worse
+    # Ours scales queries, has a bias, or has stochastic depth as one factor: rounded otherwise, not worse.
+    if "eager" in family or family in ("beit", "data2vec", "vjepa2"):
         assert (y - exact_y).norm() <= 2 * (expected_y - exact_y).norm()
     else:
         torch.testing.assert_close(y, expected_y, rtol=0, atol=1e-5)
@@ -214,6 +226,7 @@ WITHIN = {
     "Dinov2Backbone": (DINOV2, [""]),
     "Dinov2WithRegistersBackbone": (DINOV2, [""]),
     "VideoMAEModel": (VIDEOMAE, [""]),
+    "VJEPA2Model": (VJEPA2, [""]),
     "ConvNextModel": (CONVNEXT, [""]),
     "ConvNextBackbone": (CONVNEXT, [""]),
 }
@@ -320,7 +333,7 @@ def test_calls_that_are_not_plain_are_refused():
 NO_MAPS = r"output_attentions=True is not possible in training \(\w+ is patched.*after model.eval\(\) or under torch.no"
 
 
-@pytest.mark.parametrize("name", ["vit", "clip", "videomae", "swin", "swin v2"])
+@pytest.mark.parametrize("name", ["vit", "clip", "videomae", "vjepa2", "swin", "swin v2"])
 def test_attention_maps_are_refused_in_training_and_given_otherwise(name):
     tiny = MODELS[f"transformers {name}"]
     model = torchsbp.apply(tiny.bare(attn_implementation="eager"), 0.5)
@@ -337,6 +350,18 @@ def test_attention_maps_that_the_configuration_asks_for_are_refused_too():
     model.config.output_attentions = True
     with pytest.raises(UsageError, match=NO_MAPS):
         model(pixels())
+
+
+def test_the_predictor_of_vjepa2_stays_as_it_is():
+    """It has blocks of the same class, and calls them with the places of masked tokens: on all of them, exactly."""
+    plain = transformers_model("VJEPA2Model", **VJEPA2)
+    model = torchsbp.apply(copy.deepcopy(plain), keep_ratio=1.0)
+    assert not any(isinstance(m, Site) for m in model.predictor.modules())
+    places = torch.arange(32).expand(2, 32)
+    masks = {"context_mask": [places[:, :20]], "target_mask": [places[:, 20:]]}
+    for each in (plain, model):
+        each(pixels("vjepa2"), **masks).predictor_output.last_hidden_state.square().sum().backward()
+    assert_gradients(gradients_of(model), gradients_of(plain))
 
 
 def test_tokens_dropped_in_pretraining_are_refused():

@@ -31,7 +31,7 @@ OPTIONS = {  # every two of scope, recompute, per_sample and scale meet; rule by
     "windows": (BLOCK, SAVED | SHARED | RANDOM, BALANCED, ROWS | SAVED, DEPTH | {"per_sample": True}),
     "member": (),
 }
-UNUSED = r"mask_token|post_layernorm|vision_model\.head"  # by the libraries' own forward
+UNUSED = r"mask_token|post_layernorm|vision_model\.head|predictor|pooler"  # by the libraries' own forward
 CASES = [(name, options) for name, tiny in MODELS.items() for options in OPTIONS[tiny.kind]]
 
 

@@ -5,7 +5,17 @@ from collections.abc import Iterator
 from torch import nn
 
 from ..errors import UsageError, UsageTypeError
-from . import timm, torchvision, transformers, transformers_beit, transformers_swin
+from . import (
+    timm,
+    torchvision,
+    transformers,
+    transformers_beit,
+    transformers_dino,
+    transformers_sam,
+    transformers_swin,
+    transformers_towers,
+    transformers_video,
+)
 from .base import Adapter
 from .layouts import Layout, Stage
 from .rerun import Mixer, Residual
@@ -18,7 +28,8 @@ __all__ = [
 
 ADAPTERS: list[Adapter] = [
     *timm.ADAPTERS, *torchvision.ADAPTERS, *transformers.ADAPTERS, *transformers_beit.ADAPTERS,
-    *transformers_swin.ADAPTERS,
+    *transformers_dino.ADAPTERS, *transformers_sam.ADAPTERS, *transformers_swin.ADAPTERS,
+    *transformers_towers.ADAPTERS, *transformers_video.ADAPTERS,
 ]  # fmt: skip
 
 Backbone = tuple[str, nn.Module, Adapter, Layout]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from ..ops.activations import ACTIVATIONS, activation_of
@@ -44,6 +45,11 @@ PER_SAMPLE_DROPS = (
     "transformers.models.dinov3_vit.modeling_dinov3_vit.Dinov3ViTDropPath",
     "transformers.models.dinov2.modeling_dinov2.Dinov2DropPath",
     "transformers.models.dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersDropPath",
+    "transformers.models.donut.modeling_donut_swin.DonutDropPath",
+    "transformers.models.pixio.modeling_pixio.PixioDropPath",
+    "transformers.models.radio.modeling_radio.RadioDropPath",
+    "transformers.models.tipsv2.modeling_tipsv2.Tipsv2VisionDropPath",
+    "transformers.models.vjepa2.modeling_vjepa2.VJEPA2DropPath",
 )
 LARGEST_LOGIT = math.log(100)
 FUSED = {None: True, True: True, False: False, "sdpa": True, "eager": False}
@@ -87,7 +93,7 @@ class TransformerBlock(Lean):
     ``fused`` names what says how attention is computed (``FUSED``). If the MLP is ``gated``, ``act`` is that of the
     first half of ``fc1``, which may be two layers; ``inner_norm`` comes behind it, ``attention_norm`` before ``proj``.
     Blocks with norms behind their branches, ``x + drop1(post_norm1(proj(attention(x))))``, have no norms before them,
-    and no scales.
+    and no scales. ``pair``: the block returns a pair, its output and attention maps; none of these in training.
     """
 
     called: ClassVar[tuple[str, ...]] = ("drop1", "drop2")
@@ -117,6 +123,7 @@ class TransformerBlock(Lean):
     scale2: str = "ls2.gamma"
     post_norm2: str = ""
     drop2: str = "drop_path2"
+    pair: bool = False
 
     def problems(self, block: nn.Module) -> Iterator[str]:
         yield from super().problems(block)
@@ -143,25 +150,25 @@ class BiasedBlock(TransformerBlock):
     """A ``TransformerBlock`` with something added to its scores, the same for all samples.
 
     ``score_bias``: (block, number of positions, ``arguments`` of the block's call, by name) -> ``[(1,) H, N, N]``, or
-    None if there is none. ``dim``: where rows are in its input: 1 in ``[B, N, C]``, 2 in ``[B, C, H, W]``. ``pair``:
-    the block returns a pair, its output and attention maps; none of these in training.
+    None if there is none. ``dim``: where rows are in its input: 1 in ``[B, N, C]``, 2 in ``[B, C, H, W]``.
     """
 
     score_bias: Callable[..., Tensor | None] = no_bias
     arguments: tuple[str, ...] = ()
     dim: int = 1
-    pair: bool = False
 
 
 @dataclass(frozen=True)
 class RotaryBlock(TransformerBlock):
-    """A ``TransformerBlock`` whose queries and keys are turned by rotary embeddings, given by its caller.
+    """A ``TransformerBlock`` whose queries and keys are turned by rotary embeddings, given by its caller or its own.
 
     ``rope`` names that argument: sine and cosine side by side, or a pair (cosine, sine), for all rows but the first,
-    class and register tokens. ``rotate_half`` names what says which pairs are turned, or is that itself.
+    class and register tokens. ``own_rope``: (block, number of positions, dtype, device) -> the pair, where the block
+    makes it. ``rotate_half`` names what says which pairs are turned, or is that itself.
     """
 
     rope: str = "rope"
+    own_rope: Callable[[Any, int, torch.dtype, torch.device], tuple[Tensor, Tensor]] | None = None
     rotate_half: str | bool = "attn.rotate_half"
 
 

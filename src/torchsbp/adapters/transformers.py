@@ -1,4 +1,4 @@
-"""Hugging Face transformers: ViT, DeiT, VitPose, DINOv2, DINOv3, the vision towers of CLIP and SigLIP, VideoMAE,
+"""Hugging Face transformers: ViT, DeiT, ViT-MSN, I-JEPA, VitPose, DINOv2, DINOv3, the vision towers of CLIP and SigLIP,
 ConvNeXt; models, and backbones that give feature maps.
 
 Releases name the same parts differently: a block class with two descriptions has had both.
@@ -122,7 +122,7 @@ def vitpose_block(cls: str) -> TransformerBlock:
 
 
 def nested_block(cls: str) -> TransformerBlock:
-    """Of VideoMAE, and of ViT before transformers 5.9."""
+    """Of VideoMAE, and of ViT and its like before transformers 5.9."""
     classes = {"attention.attention": "SelfAttention", "attention.output": "SelfOutput"}
     classes |= {"intermediate": "Intermediate", "output": "Output"}
     return block(cls, "layernorm_before", "layernorm_after", QUERY, INTERMEDIATE, classes=classes)
@@ -166,7 +166,7 @@ def transformer(
     *descriptions: Description,
     prefix: Prefix = 0,
     models: tuple[str, ...] = MODELS,
-    entry: str = "embeddings.patch_embeddings.projection",
+    entry: str | Callable[[nn.Module], str] = "embeddings.patch_embeddings.projection",
     block: str = "Layer",
     blocks: tuple[str, ...] = ("encoder.layer",),
 ) -> Adapter:
@@ -191,15 +191,23 @@ def dinov2(name: str, cls: str, prefix: Prefix) -> Adapter:
     return transformer(name, cls, *descriptions, prefix=prefix, models=BACKBONES)
 
 
-def tower(name: str, cls: str, prefix: int) -> Adapter:
+def tower(
+    name: str,
+    cls: str,
+    *descriptions: Description,
+    prefix: int,
+    models: tuple[str, ...] = ("VisionModel",),
+    block: str = "EncoderLayer",
+) -> Adapter:
+    """That of a vision tower; CLIP's unless its block is described."""
     return transformer(
         name,
         cls,
-        tower_block(cls),
+        *(descriptions or (tower_block(cls),)),
         prefix=prefix,
-        models=("VisionModel",),
+        models=models,
         entry="embeddings.patch_embedding",
-        block="EncoderLayer",
+        block=block,
         blocks=("encoder.layers",),
     )
 
@@ -244,10 +252,11 @@ def dinov3_block(mlp: str, **names: Any) -> RotaryBlock:
 
 
 REGISTERS_CLASSES = family("dinov2_with_registers", "Dinov2WithRegisters")
-VIDEOMAE_CLASSES = family("videomae", "VideoMAE")
 
 VIT = vit("ViT", family("vit", "ViT"), prefix=1)
 DEIT = vit("DeiT", family("deit", "DeiT"), prefix=2)
+VIT_MSN = vit("ViT-MSN", family("vit_msn", "ViTMSN"), prefix=1)
+IJEPA = vit("I-JEPA", family("ijepa", "IJepa"), prefix=0)
 DINOV2 = dinov2("DINOv2", family("dinov2", "Dinov2"), prefix=1)
 DINOV2_REGISTERS = dinov2("DINOv2 with registers", REGISTERS_CLASSES, prefix=class_and_registers)
 DINOV3 = transformer(
@@ -263,8 +272,6 @@ DINOV3 = transformer(
 )
 CLIP = tower("CLIP vision", family("clip", "CLIP"), prefix=1)
 SIGLIP = tower("SigLIP vision", family("siglip", "Siglip"), prefix=0)
-VIDEOMAE = transformer("VideoMAE", VIDEOMAE_CLASSES, nested_block(VIDEOMAE_CLASSES))
-VIDEOMAE = replace(VIDEOMAE, recommended=recommended.UNTRIED)  # of videos
 VITPOSE_CLASSES = family("vitpose_backbone", "VitPoseBackbone")
 VITPOSE = transformer(
     "VitPose",
@@ -301,6 +308,6 @@ DINOV3_CONVNEXT = convnext(
     down="downsample_layers",
 )
 ADAPTERS = (
-    *(VIT, DEIT, VITPOSE, DINOV2, DINOV2_REGISTERS, DINOV3, CLIP, SIGLIP, VIDEOMAE),
+    *(VIT, DEIT, VIT_MSN, IJEPA, VITPOSE, DINOV2, DINOV2_REGISTERS, DINOV3, CLIP, SIGLIP),
     *(CONVNEXT, CONVNEXT_V2, DINOV3_CONVNEXT),
 )

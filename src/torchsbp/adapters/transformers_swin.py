@@ -1,4 +1,4 @@
-"""Hugging Face transformers: Swin, Swin v2 and the Swin of MaskFormer."""
+"""Hugging Face transformers: Swin, Swin v2 and the Swins of MaskFormer and Donut."""
 
 from dataclasses import replace
 from typing import Any
@@ -70,17 +70,30 @@ SELF = attention(
     *("attention.self", ("query", "key", "value"), "attention.output.dense", "num_attention_heads", ""),
     *("attention.self.dropout", "attention.output.dropout", "output.dropout"),
 )
+
+
+def nested_swin_blocks(**windows: Any) -> tuple[InWindows, ...]:
+    """Of the Swins of MaskFormer and Donut, and of Swin in transformers 5.6."""
+    lean = lean_swin_block(SELF, INTERMEDIATE, softmax_scale="", score_bias=W.maskformer_bias, **windows)
+    again = swin_block(
+        idle=("attention.self.dropout",),
+        mlp="intermediate output",
+        mlp_drop="",
+        kept_query_attention=W.maskformer_attention,
+        **windows,
+    )
+    return lean, again
+
+
+CLAMPED: Names = {"sizes": clamped_sizes, "fixed": "always_partition"}
 SWIN = swin(
     "Swin",
     family("swin", "Swin"),
-    lean_swin_block(Q_PROJ, MLP, score_bias=W.transformers_bias, sizes=clamped_sizes, fixed="always_partition"),
+    lean_swin_block(Q_PROJ, MLP, score_bias=W.transformers_bias, **CLAMPED),
     swin_block(
-        idle=("attention.attention_dropout",),
-        mlp_drop="",
-        sizes=clamped_sizes,
-        kept_query_attention=W.transformers_attention,
-        fixed="always_partition",
+        idle=("attention.attention_dropout",), mlp_drop="", kept_query_attention=W.transformers_attention, **CLAMPED
     ),
+    *nested_swin_blocks(**CLAMPED),
 )
 SWIN_V2 = swin(
     "Swin v2",
@@ -104,13 +117,10 @@ SWIN_V2 = swin(
 MASKFORMER_SWIN = swin(
     "MaskFormer Swin",
     "transformers.models.maskformer.modeling_maskformer_swin.MaskFormerSwin",
-    lean_swin_block(SELF, INTERMEDIATE, softmax_scale="", score_bias=W.maskformer_bias),
-    swin_block(
-        idle=("attention.self.dropout",),
-        mlp="intermediate output",
-        mlp_drop="",
-        kept_query_attention=W.maskformer_attention,
-    ),
+    *nested_swin_blocks(),
+)
+DONUT_SWIN = swin(
+    "Donut Swin", "transformers.models.donut.modeling_donut_swin.DonutSwin", *nested_swin_blocks(**CLAMPED)
 )
 
-ADAPTERS = (SWIN, SWIN_V2, MASKFORMER_SWIN)
+ADAPTERS = (SWIN, SWIN_V2, MASKFORMER_SWIN, DONUT_SWIN)

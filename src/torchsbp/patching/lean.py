@@ -42,7 +42,11 @@ class BlockParts(NamedTuple):
 @runs(L.TransformerBlock)
 class TransformerBlock(SampledBlock):
     def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self.block(x, self.parts(module, x))
+        return self.returned(self.block(x, self.parts(module, x)))
+
+    def returned(self, y: Tensor) -> Any:
+        """What the block's caller expects."""
+        return (y, None) if self.description.pair else y
 
     def block(self, x: Tensor, parts: BlockParts, cut: Cut = NO_WINDOWS) -> Tensor:
         """The op on ``x [B, ..., C]``, its attention in windows where there are such."""
@@ -78,18 +82,20 @@ class TransformerBlock(SampledBlock):
 class RotaryBlock(TransformerBlock):
     takes_arguments = True
 
-    def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         names: L.RotaryBlock = self.description
         given = kwargs.pop(names.rope, None)
         self.refuse_arguments(module, args, kwargs)
         parts = self.parts(module, x)
+        if names.own_rope is not None:
+            given = names.own_rope(module, x.shape[1], autocast_dtype(x) or x.dtype, x.device)
         if given is not None:
             half = names.rotate_half if isinstance(names.rotate_half, bool) else find(module, names.rotate_half)
             attention = parts.attention._replace(rope=rope_of(given, x.shape[1]))
             parts = parts._replace(
                 attention=attention, attention_spec=parts.attention_spec._replace(rotate_half=bool(half))
             )
-        return self.block(x, parts)
+        return self.returned(self.block(x, parts))
 
 
 @runs(L.BiasedBlock)
@@ -109,8 +115,7 @@ class BiasedBlock(TransformerBlock):
             self.check_bias(module, bias, parts.attention_spec.heads, n)
             parts = parts._replace(attention=parts.attention._replace(score_bias=bias.flatten(0, -3)))
             cut = one_window(n, self.sampling.kept(batch, n).rows, batch, x.device)
-        y = R.channels_back(self.block(x, parts, cut), names.dim, given_map)
-        return (y, None) if names.pair else y
+        return self.returned(R.channels_back(self.block(x, parts, cut), names.dim, given_map))
 
     def check_bias(self, module: nn.Module, bias: Tensor, heads: int, n: int) -> None:
         if tuple(bias.shape) not in ((heads, n, n), (1, heads, n, n)) or not bias.is_floating_point():

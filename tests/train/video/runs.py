@@ -14,7 +14,9 @@ SWIN = {"embed_dim": 8, "depths": [1, 1, 2, 1], "num_heads": [1, 2, 2, 2], "wind
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3}
 SIZES = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "patch_size": 8}
 VIDEOMAE = {**SIZES, "intermediate_size": 48}
-VJEPA = {**SIZES, "mlp_ratio": 2, "num_pooler_layers": 1}
+VIVIT = {name: size for name, size in VIDEOMAE.items() if name != "patch_size"} | {"tubelet_size": [2, 8, 8]}
+PREDICTOR = {"pred_hidden_size": 24, "pred_num_attention_heads": 3, "pred_num_hidden_layers": 1}
+VJEPA = {**SIZES, **PREDICTOR, "mlp_ratio": 2, "num_pooler_layers": 1}
 TINY: dict[str, Any] = {
     "task": {
         "name": "video",

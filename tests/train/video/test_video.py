@@ -21,7 +21,7 @@ from torchsbp.train.distributed import Processes
 from torchsbp.train.loop import Trainer
 
 from ..runs import evaluate, final, lines, same, stopped_at, train
-from .runs import SWIN, TINY, VIDEOMAE, VIT, VJEPA, listed, recipe
+from .runs import SWIN, TINY, VIDEOMAE, VIT, VIVIT, VJEPA, listed, recipe
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +141,8 @@ MODELS = {
     "frames of a ViT": ("vit_tiny_patch16_224", VIT, FRAMES),
     "tokens of a ViT": ("vit_tiny_patch16_224", VIT, {"keep_ratio": 0.5, "sampler": "grid", "per_sample": True}),
     "VideoMAE": ("transformers/VideoMAEForVideoClassification", VIDEOMAE, {"sampler": "frames_jitter"}),
+    "V-JEPA 2": ("transformers/VJEPA2ForVideoClassification", VJEPA, {"sampler": "checkerboard"}),
+    "ViViT": ("transformers/VivitForVideoClassification", VIVIT, {"sampler": "frames"}),
     "V-JEPA 2, plain": ("transformers/VJEPA2ForVideoClassification", VJEPA, {"preset": "none", "sampler": None}),
 }
 

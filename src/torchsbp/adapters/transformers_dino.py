@@ -1,0 +1,72 @@
+"""Hugging Face transformers: backbones whose blocks are DINOv2's, or nearly: TIPSv2, RADIO, Pixio."""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from .base import Adapter
+from .layouts import Grid
+from .lean import TransformerBlock
+from .names import find
+from .transformers import (
+    DROP_PATH,
+    MLP,
+    OLD_MLP,
+    Q_PROJ,
+    QUERY,
+    Names,
+    block,
+    class_and_registers,
+    dinov2,
+    family,
+    transformer,
+)
+
+TIPS_V2 = dinov2("TIPSv2 vision", family("tipsv2", "Tipsv2Vision"), prefix=class_and_registers)
+
+
+def patch_grid(entry: Any, x: Tensor, y: Tensor) -> Grid:
+    """Of an embedding that cuts images by itself."""
+    return tuple(n // entry.patch_size for n in x.shape[-2:])
+
+
+def summary_tokens(model: nn.Module) -> int:
+    return len(find(model, "embeddings.cls_register_token"))
+
+
+def radio() -> Adapter:
+    """Its entry is the whole embedding. Images that are packed into one sequence are refused in training."""
+    adapter = dinov2("RADIO", family("radio", "Radio"), prefix=summary_tokens)
+    layouts = tuple(replace(its, entry="embeddings", grid=patch_grid) for its in adapter.every_layout)
+    return replace(adapter, layouts=layouts)
+
+
+RADIO = radio()
+PIXIO_CLASSES = family("pixio", "Pixio")
+
+
+def pixio_block(mlp: Names) -> TransformerBlock:
+    classes = {"attention": "Attention", "mlp": "MLP"}
+    return block(PIXIO_CLASSES, "layernorm_before", "layernorm_after", Q_PROJ, mlp, DROP_PATH, classes=classes)
+
+
+def nested_pixio_block() -> TransformerBlock:
+    """Of transformers 5.6; later ones have but another name in the MLP."""
+    classes = {"attention.attention": "SelfAttention", "attention.output": "SelfOutput", "mlp": "MLP"}
+    return block(PIXIO_CLASSES, "norm1", "norm2", QUERY, OLD_MLP, DROP_PATH, classes=classes)
+
+
+def class_tokens(model: nn.Module) -> int:
+    return int(find(model, "embeddings.cls_token").shape[1])
+
+
+PIXIO = transformer(
+    "Pixio",
+    PIXIO_CLASSES,
+    *(pixio_block(MLP), pixio_block(OLD_MLP), nested_pixio_block()),
+    prefix=class_tokens,
+    blocks=("layers", "encoder.layer"),
+)
+
+ADAPTERS = (TIPS_V2, RADIO, PIXIO)

@@ -1,0 +1,103 @@
+"""Hugging Face transformers: the image encoders of SAM, SAM-HQ and SAM 2, with attention in windows and of all
+positions. No contest has been run for any of them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..sampling import recommended
+from .base import Adapter, Plain
+from .layouts import Grid, Layout, Stage, Stride, early_stages
+from .names import find
+from .transformers import check_version, family, transformer
+from .windowed import ScoreBias, Windowed
+
+
+def sam_sizes(block: Any, grid: Grid) -> tuple[Grid, Grid]:
+    """Windows that are not shifted, or one of all positions."""
+    return (block.window_size,) * 2 if block.window_size else grid, (0, 0)
+
+
+def sam_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, window: Grid) -> Tensor:
+    """Scores are ``q · (scale · k + h + w)``: h and w are learned for the distance in height and in width.
+
+    The layer of queries, keys and values is called as a whole: LoRA is often put on it.
+    """
+    projected = m.qkv(x).chunk(3, -1)[0], *m.qkv(everything).chunk(3, -1)[1:]
+    q, k, v = (t.unflatten(-1, (m.num_attention_heads, -1)).transpose(1, 2) for t in projected)
+    bias = distances(m, q, added, window) if getattr(m, "use_rel_pos", False) else None  # SAM 2 has none
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=m.scale)
+    return m.proj(o.transpose(1, 2).flatten(2))
+
+
+def distances(m: Any, q: Tensor, added: ScoreBias, window: Grid) -> Tensor:
+    """``q · (h + w)`` for kept queries ``q [windows, heads, k, D]`` and all keys of their windows."""
+    height, width = window
+    of_rows = m.get_rel_pos(height, height, m.rel_pos_h).repeat_interleave(
+        width, 0
+    )  # of all queries: [area, height, D]
+    of_columns = m.get_rel_pos(width, width, m.rel_pos_w).repeat(height, 1, 1)
+    h, w = (torch.einsum("nhqd,ntqd->nhqt", q, added(table.movedim(1, 0))) for table in (of_rows, of_columns))
+    return (h.unsqueeze(-1) + w.unsqueeze(-2)).flatten(-2)
+
+
+BLOCK = Windowed(
+    attention="attn",
+    attention_norm="layer_norm1",
+    attention_drop="",
+    mlp_norm="layer_norm2",
+    mlp_drop="",
+    sizes=sam_sizes,
+    kept_query_attention=sam_attention,
+)
+
+
+def sam(name: str, module: str, prefix: str) -> Adapter:
+    cls = family(module, f"{prefix}Vision")
+    block = replace(BLOCK, idle=("attn.dropout",), classes={"attn": (f"{cls}SdpaAttention",)})
+    adapter = transformer(
+        *(name, cls, block), models=("Encoder",), entry="patch_embed.projection", block="Layer", blocks=("layers",)
+    )
+    return replace(adapter, recommended=recommended.UNTRIED)
+
+
+@dataclass(frozen=True)
+class Pooling(Plain):
+    """The first block of a stage of SAM 2, which has fewer queries than keys, or more channels behind it."""
+
+    def problems(self, block: nn.Module) -> Iterator[str]:
+        if not pools(block):
+            yield "it pools no queries and keeps its width"
+
+
+def pools(block: Any) -> bool:
+    return bool(block.query_stride) or block.dim != block.dim_out
+
+
+def sam2_stages(model: nn.Module) -> list[Stage]:
+    """A block that pools begins a stage, whose grid is that behind it."""
+    check_version()
+    stages: list[Stage] = []
+    for name, block in find(model, "blocks").named_children():
+        if not stages or pools(block):
+            stride = block.query_stride
+            stages.append(Stage((), shrink=Stride(stride, stride, (0, 0)) if stride else None))
+        stages[-1] = replace(stages[-1], blocks=(*stages[-1].blocks, f"blocks.{name}"))
+    return stages
+
+
+SAM = sam("SAM vision", "sam", "Sam")
+SAM_HQ = sam("SAM-HQ vision", "sam_hq", "SamHQ")
+SAM_2_CLASSES = family("sam2", "Sam2")
+SAM_2 = Adapter(
+    name="transformers SAM 2 vision",
+    blocks={f"{SAM_2_CLASSES}MultiScaleBlock": (Pooling(), replace(BLOCK, idle=("query_stride", "proj")))},
+    layouts=Layout(f"{SAM_2_CLASSES}HieraDetModel", "patch_embed.projection", stages=sam2_stages),
+    default_blocks=early_stages,
+)
+
+ADAPTERS = (SAM, SAM_HQ, SAM_2)

@@ -1,0 +1,68 @@
+"""Hugging Face transformers, models of videos: VideoMAE, ViViT, V-JEPA 2. No contest has been run for any of them."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..sampling import recommended
+from .lean import RotaryBlock
+from .rerun import Mixer, Residual
+from .transformers import DROP_PATH, OLD_MLP, Names, attention, block, family, nested_block, transformer, vit_block
+
+VIDEOMAE_CLASSES = family("videomae", "VideoMAE")
+VJEPA2_CLASSES = family("vjepa2", "VJEPA2")
+
+
+def vjepa2_rope(its: Any, positions: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine ``[N, D]`` of time, height and width, as the block's own rotation of unit vectors shows them.
+
+    ``y = x ∘ cos + rot(x) ∘ sin`` with neighbours as pairs: ones at even places become their cosines, and the sines of
+    their partners.
+    """
+    m = its.attention
+    even = torch.zeros(m.attention_head_size, dtype=dtype, device=device)
+    even[::2] = 1
+    rows = torch.stack([even, 1 - even]).unsqueeze(1).expand(-1, positions, -1)
+    turned = m.apply_rotary_embeddings(rows.unsqueeze(0), m.get_position_ids(rows))[0]
+    cos = torch.where(even.bool(), turned[0], turned[1])
+    sin = torch.where(even.bool(), -turned[1], turned[0])
+    return cos, sin
+
+
+VJEPA2_ATTENTION = attention(
+    *("attention", ("query", "key", "value"), "attention.proj", "num_attention_heads", "scaling"),
+    *("attention.dropout_prob", "attention.dropout"),
+)
+VJEPA2_ROPE: Names = {"rope": "", "own_rope": vjepa2_rope, "rotate_half": False, "pair": True}
+VJEPA2_BLOCK = block(
+    VJEPA2_CLASSES,
+    "norm1",
+    "norm2",
+    *(VJEPA2_ATTENTION, OLD_MLP, DROP_PATH, VJEPA2_ROPE),
+    classes={"attention": "RopeAttention", "mlp": "MLP"},
+    kind=RotaryBlock,
+)
+VIDEOMAE = transformer("VideoMAE", VIDEOMAE_CLASSES, nested_block(VIDEOMAE_CLASSES))
+VIVIT_CLASSES = family("vivit", "Vivit")
+VIVIT = transformer(
+    "ViViT",
+    VIVIT_CLASSES,
+    *(vit_block(VIVIT_CLASSES), nested_block(VIVIT_CLASSES)),
+    Residual(  # its own activation is one that no op knows
+        mixers=(Mixer("attention", "layernorm_before"),),
+        idle=("attention.attention_dropout", "attention.attention.dropout_prob"),
+    ),
+    prefix=1,
+    blocks=("layers", "encoder.layer"),
+)
+VJEPA2 = transformer(  # the blocks of its predictor, of the same class, stay as they are
+    "V-JEPA 2",
+    VJEPA2_CLASSES,
+    VJEPA2_BLOCK,
+    entry="encoder.embeddings.patch_embeddings.proj",
+    blocks=("encoder.layer",),
+)
+
+ADAPTERS = tuple(replace(its, recommended=recommended.UNTRIED) for its in (VIDEOMAE, VIVIT, VJEPA2))
