@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from ..errors import UsageError, UsageTypeError
-from . import timm, torchvision, transformers, transformers_beit, transformers_swin
+from . import timm, timm_pyramids, timm_vits, torchvision, transformers, transformers_beit, transformers_swin
 from .base import Adapter
 from .layouts import Layout, Stage
 from .rerun import Mixer, Residual
@@ -17,8 +17,8 @@ __all__ = [
 ]  # fmt: skip
 
 ADAPTERS: list[Adapter] = [
-    *timm.ADAPTERS, *torchvision.ADAPTERS, *transformers.ADAPTERS, *transformers_beit.ADAPTERS,
-    *transformers_swin.ADAPTERS,
+    *timm.ADAPTERS, *timm_vits.ADAPTERS, *timm_pyramids.ADAPTERS, *torchvision.ADAPTERS, *transformers.ADAPTERS,
+    *transformers_beit.ADAPTERS, *transformers_swin.ADAPTERS,
 ]  # fmt: skip
 
 Backbone = tuple[str, nn.Module, Adapter, Layout]
