@@ -464,6 +464,7 @@ VITS |= {name: tiny for name, tiny in NEWER.items() if timm.is_model(name)}
 
 STAGES = {"num_classes": 5, "depths": (1, 1, 2, 1)}
 SAM = SMALL | {"img_size": (48, 64), "window_size": 4, "global_attn_indexes": [1], "neck_chans": 8}
+HIERA_DET = HIERA | {"stages": (2, 1, 3, 1), "global_att_blocks": (5,), "window_spec": (4, 2, 4, 2)}
 TWINS = STAGES | {"embed_dims": (8, 8, 16, 16), "num_heads": (1, 1, 2, 2), "img_size": (64, 96)}
 CONVOLUTION, ATTENTION = metaformer.SepConv, metaformer.Attention
 MIXERS = {"token_mixers": [CONVOLUTION, CONVOLUTION, ATTENTION, ATTENTION], "dims": (8, 16, 32, 32)}
@@ -474,10 +475,8 @@ GCVIT = {"depths": (2, 2, 2, 2), "num_heads": (1, 1, 2, 2), "embed_dim": 8, "num
 GCVIT |= {"window_ratio": (16, 16, 16, 32), "layer_scale": 0.5}
 VOLO_SIZES = {"layers": (1, 1, 2, 1), "embed_dims": (8, 16, 16, 16), "num_heads": (1, 2, 2, 2), "num_classes": 5}
 PYRAMIDS = {
-    "hieradet": of_family(
-        "hieradet_small", "maps", (64, 96), False, **HIERA | {"stages": (2, 1, 3, 1)}, global_att_blocks=(5,)
-    ),
-    "hieradet, own norm": of_family("hieradet_small", "maps", (64, 96), **HIERA, **OWN, global_att_blocks=(5,)),
+    "hieradet": of_family("hieradet_small", "maps", (64, 96), False, **HIERA_DET),
+    "hieradet, own norm": of_family("hieradet_small", "maps", (64, 96), **HIERA_DET, **OWN),
     "sam": of_family("samvit_base_patch16", "windows", (48, 64), False, **SAM),
     "sam rope": of_family("samvit_base_patch16", "windows", (48, 64), **SAM, use_rel_pos=False, use_rope=True),
     "gcvit": of_family(GlobalContextVit, "maps", (64, 96), **GCVIT),
