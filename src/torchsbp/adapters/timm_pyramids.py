@@ -1,5 +1,5 @@
-"""timm: maps with attention in windows, or with other mixers. HieraDet (SAM 2), SAM's ViT, GCViT, Twins, VOLO, MetaFormer
-(CAFormer, ConvFormer), FocalNet, MambaOut and EdgeNeXt."""
+"""timm: maps with attention in windows, or with other mixers. HieraDet (SAM 2), the ViT of SAM, GCViT, Twins, VOLO,
+MetaFormer (CAFormer, ConvFormer), FocalNet, MambaOut and EdgeNeXt."""
 
 from dataclasses import dataclass, replace
 from functools import partial
