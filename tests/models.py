@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from timm.models import vision_transformer as vit
 from timm.models.eva import Eva
 from timm.models.focalnet import FocalNet
 from timm.models.gcvit import GlobalContextVit
+from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.swin_transformer_v2 import SwinTransformerV2
 from timm.models.swin_transformer_v2_cr import SwinTransformerV2Cr
@@ -462,6 +463,7 @@ NEWER = {  # than timm 1.0.29
 }
 VITS |= {name: tiny for name, tiny in NEWER.items() if timm.is_model(name)}
 
+MVIT = MultiScaleVitCfg(depths=(1, 2, 2, 1), embed_dim=8, stride_kv_adaptive=(2, 2))
 STAGES = {"num_classes": 5, "depths": (1, 1, 2, 1)}
 SAM = SMALL | {"img_size": (48, 64), "window_size": 4, "global_attn_indexes": [1], "neck_chans": 8}
 HIERA_DET = HIERA | {"stages": (2, 1, 3, 1), "global_att_blocks": (5,), "window_spec": (4, 2, 4, 2)}
@@ -483,6 +485,14 @@ PYRAMIDS = {
     "twins svt": of_family("twins_svt_small", "tokens", (64, 96), **TWINS | {"depths": (1, 2, 2, 1)}, wss=(4, 4, 4, 4)),
     "twins pcpvt": of_family("twins_pcpvt_small", "member", (64, 96), **TWINS),
     "volo": of_family(VOLO, "maps", (64, 96), False, **VOLO_SIZES, img_size=(64, 96), stem_hidden_dim=8),
+    "mvit": of_family(MultiScaleVit, "tokens", (64, 64), cfg=MVIT, num_classes=5, img_size=64),
+    "mvit class token": of_family(
+        MultiScaleVit,
+        "member",
+        (64, 64),
+        cfg=replace(MVIT, depths=(2, 1, 3, 1), use_cls_token=True, expand_attn=False),
+        img_size=64,
+    ),
     "caformer": of_family(metaformer.MetaFormer, "maps", (64, 96), **STAGES, **MIXERS),
     "caformer, no scales": of_family(
         metaformer.MetaFormer, "maps", (64, 96), **STAGES, **MIXERS, res_scale_init_values=(None,) * 4

@@ -1,5 +1,5 @@
 """timm: maps with attention in windows, or with other mixers. HieraDet (SAM 2), the ViT of SAM, GCViT, Twins, VOLO,
-MetaFormer (CAFormer, ConvFormer), FocalNet, MambaOut and EdgeNeXt."""
+MViT v2, MetaFormer (CAFormer, ConvFormer), FocalNet, MambaOut and EdgeNeXt."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,7 @@ from .lean import ConvBlock, Downsample, TransformerBlock
 from .names import bare_name, find
 from .queries import at, attend, projections
 from .rerun import Mixer, Patches, PointwiseBlock, Residual
-from .timm import DROPOUTS, MLP, WINDOWS, stages, with_features
+from .timm import DROPOUTS, MLP, WINDOWS, prefix_tokens, stages, with_features
 from .windowed import ScoreBias, WindowBlock, Windowed
 
 UNUSED = (*DROPOUTS, "mlp.norm")
@@ -155,6 +155,25 @@ VOLO = Adapter(
     default_blocks=early_stages,
 )
 
+
+def mvit_stages(model: nn.Module) -> list[Stage]:
+    """The first block of a stage may pool."""
+    chains = [member_names(model, f"{name}.blocks") for name in member_names(model, "stages")]
+    return [Stage(blocks, f"{blocks[0]}.shortcut_pool_attn") for blocks in chains]
+
+
+MVIT = Adapter(
+    name="timm MViT v2",
+    layouts=Layout("timm.models.mvitv2.MultiScaleVit", grid=grid_beside, stages=mvit_stages, prefix=prefix_tokens),
+    blocks={
+        "timm.models.mvitv2.MultiScaleBlock": (
+            *(Plain(where=name) for name in ("shortcut_pool_attn", "shortcut_proj_attn", "shortcut_proj_mlp")),
+            Residual(passes=True),
+        )
+    },
+    default_blocks=early_stages,
+)
+
 PATH = "timm.models.metaformer."
 NORMS = ("LayerNormNoBias", "LayerNorm2dNoBias")
 ROWS_ALONE = (
@@ -243,4 +262,4 @@ EDGENEXT = Adapter(
     downsample=(Downsample(), Patches()),
 )
 
-ADAPTERS = (HIERA_DET, SAM, GLOBAL_CONTEXT, TWINS, VOLO, METAFORMER, FOCALNET, MAMBAOUT, EDGENEXT)
+ADAPTERS = (HIERA_DET, SAM, GLOBAL_CONTEXT, TWINS, VOLO, MVIT, METAFORMER, FOCALNET, MAMBAOUT, EDGENEXT)

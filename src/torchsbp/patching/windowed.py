@@ -78,8 +78,7 @@ class Windowed(Residual):
         self, module: nn.Module, x: Tensor, rows: R.Rows, *args: Any, windows: Windows | None = None, **kwargs: Any
     ) -> Tensor:
         if rows is None:
-            y = super().compute(module, x, None, *args, **kwargs)
-            return y[0] if isinstance(y, tuple) else y
+            return super().compute(module, x, None, *args, **kwargs)
         assert windows is not None
         return self.kept_rows(module, R.new_value(x.flatten(1, -2)), rows, windows)
 
