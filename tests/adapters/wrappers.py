@@ -27,6 +27,7 @@ VIT = {"img_size": (64, 96), "depth": 2, "embed_dim": 24, "num_heads": 3, "out_i
 
 EDGENEXT = {"depths": (1, 2, 2, 2), "dims": (8, 16, 32, 64), "heads": (2, 2, 2, 2)}
 PIT = {"img_size": (64, 96), "base_dims": (8, 8, 8), "depth": (1, 2, 1), "heads": (1, 2, 4)}
+UNITS = {"img_size": (64, 96), "embed_dim": 8, "num_heads": 1, "stages": (2, 2, 1, 1), "out_indices": (0, 1)}
 HIERA = {"embed_dim": 8, "num_heads": 1, "stages": (2, 1, 2, 1), "global_att_blocks": (4,)}
 
 HF_VIT = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 64, "patch_size": 16}
@@ -206,6 +207,7 @@ TIMM = {
     "mambaout": Wrapper(features("mambaout_femto", **CONVNEXT), STEM),
     "edgenext dict": Wrapper(features("edgenext_small", feature_cls="dict", **EDGENEXT), STEM),
     "pit": Wrapper(features("pit_ti_224", **PIT), ("body.patch_embed*", "body.*_*", "body.transformers.0*")),
+    "hiera, first stages": Wrapper(features("hiera_tiny_224", **UNITS), ("model.patch_embed*", "model.pos_embed*")),
     "hieradet": Wrapper(features("hieradet_small", **HIERA), ("model.patch_embed*", "model.pos_embed*")),
 }
 TORCHVISION = {

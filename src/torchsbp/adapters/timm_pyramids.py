@@ -17,6 +17,7 @@ from .names import bare_name, find
 from .queries import at, attend, projections
 from .rerun import Mixer, Patches, PointwiseBlock, Residual
 from .timm import DROPOUTS, MLP, WINDOWS, prefix_tokens, stages, with_features
+from .timm_vits import cut_at_ends
 from .windowed import ScoreBias, WindowBlock, Windowed
 
 UNUSED = (*DROPOUTS, "mlp.norm")
@@ -33,13 +34,11 @@ def no_bias(m: Any, window: Grid) -> Tensor:
 
 
 def pooling_stages(model: Any) -> list[Stage]:
-    """A list of blocks, cut where stages end; the first block of a stage pools."""
-    ends = [end + 1 for end in model.stage_ends]
-    found = []
-    for begin, end in zip((0, *ends), ends, strict=False):
-        names = tuple(f"blocks.{j}" for j in range(begin, end))
-        found.append(Stage(names, f"{names[0]}.pool" if model.blocks[begin].pool is not None else ""))
-    return found
+    """The first block of a stage pools."""
+    return [
+        Stage(blocks, f"{blocks[0]}.pool" if find(model, f"{blocks[0]}.pool") is not None else "")
+        for blocks in cut_at_ends(model)
+    ]
 
 
 HIERA_DET = Adapter(

@@ -1,5 +1,6 @@
 """timm: more plain ViTs. NaFlexViT, the encoders of Qwen3, DeepSeek and Gemma 4, CaiT, ConViT, PiT and Hiera."""
 
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -104,14 +105,20 @@ def quartered(grid: Grid) -> Grid:
     return grid[0] // 4, *grid[1:]
 
 
+def cut_at_ends(model: Any) -> list[tuple[str, ...]]:
+    """One list of blocks, cut where stages end; a feature backbone may have lost the last ones."""
+    begins = [0, *(end + 1 for end in model.stage_ends)]
+    numbers = [int(key) for key in model.blocks._modules]
+    chains = [tuple(f"blocks.{i}" for i in numbers if begin <= i < end) for begin, end in pairwise(begins)]
+    return [chain for chain in chains if chain]
+
+
 def hiera_stages(model: Any) -> list[Stage]:
-    """Its list of blocks, cut where stages end; the first block of a stage pools."""
-    ends = [end + 1 for end in model.stage_ends]
-    found = []
-    for i, (begin, end) in enumerate(zip((0, *ends), ends, strict=False)):
-        names = tuple(f"blocks.{j}" for j in range(begin, end))
-        found.append(Stage(names, shrink=quartered if 0 < i <= model.q_pool else None))
-    return found
+    """The first block of a stage pools."""
+    return [
+        Stage(blocks, shrink=quartered if 0 < i <= model.q_pool else None)
+        for i, blocks in enumerate(cut_at_ends(model))
+    ]
 
 
 HIERA = Adapter(
