@@ -10,7 +10,6 @@ import timm
 import torch
 import torchvision
 from timm.layers import GatedMlp, SwiGLU, SwiGLUPacked
-from timm.layers.norm import RmsNorm, RmsNormFp32
 from timm.models import metaformer, mlp_mixer
 from timm.models import vision_transformer as vit
 from timm.models.eva import Eva
@@ -430,6 +429,8 @@ def of_family(
 
 def deepseek(**options: Any) -> nn.Module:
     """With norms in the precision of their input: timm computes them in float32 only."""
+    from timm.layers.norm import RmsNorm, RmsNormFp32  # of releases that have the model
+
     model = timm.create_model("deepseek_vit_412m", **options)
     for module in [*model.modules()]:
         for name, norm in module.named_children():
