@@ -125,10 +125,11 @@ def small(library: str, name: str, model: nn.Module) -> tuple[dict[str, Any], tu
 
 
 def shortened(model: nn.Module) -> nn.Module:
-    """With the first blocks of every chain alone."""
-    for _, module, _, layout in find_backbones(model):
+    """With the first blocks of every chain alone, of those that can be sampled: others may change the width."""
+    for _, module, adapter, layout in find_backbones(model):
         for stage in layout.stages_of(module):
-            for block in stage.blocks[BLOCKS:]:
+            sampled = [block for block in stage.blocks if adapter.sampled(module.get_submodule(block))]
+            for block in sampled[BLOCKS:]:
                 path, _, key = block.rpartition(".")
                 chain = module.get_submodule(path)
                 if isinstance(chain, (nn.Sequential, nn.ModuleList)):

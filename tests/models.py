@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -10,12 +10,16 @@ import timm
 import torch
 import torchvision
 from timm.layers import GatedMlp, SwiGLU, SwiGLUPacked
-from timm.models import mlp_mixer
+from timm.models import metaformer, mlp_mixer
 from timm.models import vision_transformer as vit
 from timm.models.eva import Eva
+from timm.models.focalnet import FocalNet
+from timm.models.gcvit import GlobalContextVit
+from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.swin_transformer_v2 import SwinTransformerV2
 from timm.models.swin_transformer_v2_cr import SwinTransformerV2Cr
+from timm.models.volo import VOLO
 from torch import Tensor, nn
 from torchvision.models import swin_transformer as vision
 from torchvision.models.video.swin_transformer import SwinTransformer3d
@@ -464,8 +468,98 @@ TRANSFORMERS_POINTWISE = {
     ),
 }
 
+SMALL = {"depth": 3, "embed_dim": 24, "num_heads": 3, "num_classes": 5, "patch_size": 8}
+WIDE = (32, 48)
+
+
+def of_family(
+    build: str | Callable[..., nn.Module], kind: str, size: tuple[int, int], same_bits: bool = True, **sizes: Any
+) -> Tiny:
+    build = of_timm(build, **sizes) if isinstance(build, str) else partial(build, **sizes)
+    return Tiny(build, kind, (3, *size), same_bits=same_bits)
+
+
+def deepseek(**options: Any) -> nn.Module:
+    """With norms in the precision of their input: timm computes them in float32 only."""
+    from timm.layers.norm import RmsNorm, RmsNormFp32  # of releases that have the model
+
+    model = timm.create_model("deepseek_vit_412m", **options)
+    for module in [*model.modules()]:
+        for name, norm in module.named_children():
+            if isinstance(norm, RmsNormFp32):
+                setattr(module, name, RmsNorm(*norm.normalized_shape, eps=norm.eps))
+    return model
+
+
+NAFLEX = {"pos_embed_grid_size": (4, 6)}  # that of the image: timm interpolates in float32 only
+GEMMA = {"head_dim": 8, "intermediate_size": 48, "position_embedding_size": 16, "img_size": (48, 72)}
+CONVIT = {"depth": 4, "local_up_to_layer": 3, "img_size": 32}
+PIT = {"base_dims": (8, 8, 8), "depth": (1, 2, 2), "heads": (1, 2, 4), "num_classes": 5, "img_size": (64, 96)}
+HIERA = {"embed_dim": 8, "num_heads": 1, "stages": (2, 2, 3, 1), "num_classes": 5}
+# Lean blocks sum in another order where a bias of zero is added, or none.
+VITS = {
+    "naflex": of_family("naflexvit_base_patch16_gap", "member", WIDE, **SMALL, **NAFLEX),
+    "naflex rope": of_family(
+        "naflexvit_base_patch16_gap", "member", WIDE, False, **SMALL, **NAFLEX, rope_type="axial", swiglu_mlp=True
+    ),
+    "cait": of_family("cait_xxs24_224", "tokens", WIDE, **SMALL, img_size=WIDE),
+    "convit": of_family("convit_tiny", "tokens", (32, 32), **SMALL | CONVIT | {"embed_dim": 8}),
+    "pit": of_family("pit_s_distilled_224", "member", (64, 96), **PIT),
+    "hiera": of_family("hiera_tiny_224", "tokens", (64, 96), False, **HIERA, img_size=(64, 96)),
+}
+NEWER = {  # than timm 1.0.29
+    "qwen3_vit_88m": of_family(
+        "qwen3_vit_88m", "member", (32, 32), False, **SMALL | {"embed_dim": 48}, pos_embed_grid_size=4
+    ),
+    "deepseek_vit_412m": of_family(deepseek, "member", WIDE, **SMALL | {"embed_dim": 48}),
+    "gemma4_vit_167m": of_family("gemma4_vit_167m", "tokens", (48, 72), **SMALL | GEMMA),
+}
+VITS |= {name: tiny for name, tiny in NEWER.items() if timm.is_model(name)}
+
+MVIT = MultiScaleVitCfg(depths=(1, 2, 2, 1), embed_dim=8, stride_kv_adaptive=(2, 2))
+STAGES = {"num_classes": 5, "depths": (1, 1, 2, 1)}
+SAM = SMALL | {"img_size": (48, 64), "window_size": 4, "global_attn_indexes": [1], "neck_chans": 8}
+HIERA_DET = HIERA | {"stages": (2, 1, 3, 1), "global_att_blocks": (5,), "window_spec": (4, 2, 4, 2)}
+TWINS = STAGES | {"embed_dims": (8, 8, 16, 16), "num_heads": (1, 1, 2, 2), "img_size": (64, 96)}
+CONVOLUTION, ATTENTION = metaformer.SepConv, metaformer.Attention
+MIXERS = {"token_mixers": [CONVOLUTION, CONVOLUTION, ATTENTION, ATTENTION], "dims": (8, 16, 32, 32)}
+MIXERS |= {"norm_layers": [metaformer.LayerNorm2dNoBias] * 2 + [metaformer.LayerNormNoBias] * 2}
+POST_NORM = {"use_post_norm": True, "use_post_norm_in_modulation": True, "use_overlap_down": True}
+EDGENEXT = {"dims": (8, 16, 32, 64), "depths": (1, 2, 3, 2), "heads": (2, 2, 2, 2), "num_classes": 5}
+GCVIT = {"depths": (2, 2, 2, 2), "num_heads": (1, 1, 2, 2), "embed_dim": 8, "num_classes": 5, "img_size": (64, 96)}
+GCVIT |= {"window_ratio": (16, 16, 16, 32), "layer_scale": 0.5}
+VOLO_SIZES = {"layers": (1, 1, 2, 1), "embed_dims": (8, 16, 16, 16), "num_heads": (1, 2, 2, 2), "num_classes": 5}
+PYRAMIDS = {
+    "hieradet": of_family("hieradet_small", "maps", (64, 96), False, **HIERA_DET),
+    "hieradet, own norm": of_family("hieradet_small", "maps", (64, 96), **HIERA_DET, **OWN),
+    "sam": of_family("samvit_base_patch16", "windows", (48, 64), False, **SAM),
+    "sam rope": of_family("samvit_base_patch16", "windows", (48, 64), **SAM, use_rel_pos=False, use_rope=True),
+    "gcvit": of_family(GlobalContextVit, "maps", (64, 96), **GCVIT),
+    "twins svt": of_family("twins_svt_small", "tokens", (64, 96), **TWINS | {"depths": (1, 2, 2, 1)}, wss=(4, 4, 4, 4)),
+    "twins pcpvt": of_family("twins_pcpvt_small", "member", (64, 96), **TWINS),
+    "volo": of_family(VOLO, "maps", (64, 96), False, **VOLO_SIZES, img_size=(64, 96), stem_hidden_dim=8),
+    "mvit": of_family(MultiScaleVit, "tokens", (64, 64), cfg=MVIT, num_classes=5, img_size=64),
+    "mvit class token": of_family(
+        MultiScaleVit,
+        "member",
+        (64, 64),
+        cfg=replace(MVIT, depths=(2, 1, 3, 1), use_cls_token=True, expand_attn=False),
+        img_size=64,
+    ),
+    "caformer": of_family(metaformer.MetaFormer, "maps", (64, 96), **STAGES, **MIXERS),
+    "caformer, no scales": of_family(
+        metaformer.MetaFormer, "maps", (64, 96), **STAGES, **MIXERS, res_scale_init_values=(None,) * 4
+    ),
+    "focalnet": of_family(FocalNet, "maps", (64, 96), **STAGES, embed_dim=8),
+    "focalnet post norm": of_family(FocalNet, "member", (64, 96), **STAGES, **POST_NORM, embed_dim=8),
+    "mambaout": of_family("mambaout_tiny", "maps", (64, 96), **STAGES, dims=(8, 12, 16, 20)),
+    "edgenext": of_family("edgenext_small", "maps", (64, 96), **EDGENEXT),
+    "edgenext, own activation": of_family("edgenext_small", "maps", (64, 96), **EDGENEXT, act_layer=nn.Mish),
+    "edgenext without layers between stages": of_family("edgenext_small_rw", "member", (64, 96), **EDGENEXT),
+}
+
 MODELS: dict[str, Tiny] = {
     **LEAN, **TORCHVISION, **TRANSFORMERS, **{name: member(name, **sizes) for name, sizes in MEMBERS.items()},
-    **TOKENS, **HYBRIDS, **POINTWISE, **TRANSFORMERS_POINTWISE, **WINDOWS,
+    **TOKENS, **HYBRIDS, **POINTWISE, **TRANSFORMERS_POINTWISE, **WINDOWS, **VITS, **PYRAMIDS,
     **{f"transformers {cls}": sibling(cls, **sizes) for cls, sizes in SIBLINGS.items()},
 }  # fmt: skip

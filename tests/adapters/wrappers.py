@@ -25,6 +25,11 @@ HYBRID = {"img_size": (64, 96), "depths": (1, 1, 1, 1), "embed_dim": (16, 16, 16
 HYBRID |= {"transformer_dim_head": 8}
 VIT = {"img_size": (64, 96), "depth": 2, "embed_dim": 24, "num_heads": 3, "out_indices": (0, 1)}
 
+EDGENEXT = {"depths": (1, 2, 2, 2), "dims": (8, 16, 32, 64), "heads": (2, 2, 2, 2)}
+PIT = {"img_size": (64, 96), "base_dims": (8, 8, 8), "depth": (1, 2, 1), "heads": (1, 2, 4)}
+UNITS = {"img_size": (64, 96), "embed_dim": 8, "num_heads": 1, "stages": (2, 2, 1, 1), "out_indices": (0, 1)}
+HIERA = {"embed_dim": 8, "num_heads": 1, "stages": (2, 1, 2, 1), "global_att_blocks": (4,)}
+
 HF_VIT = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 64, "patch_size": 16}
 HF_VIT |= {"out_features": ["stage1", "stage2"]}
 HF_CONVNEXT = {"hidden_sizes": [8, 12, 16, 20], "depths": [1, 1, 2, 1], "drop_path_rate": 0.2}
@@ -199,6 +204,11 @@ TIMM = {
     "eva": Wrapper(features("eva02_tiny_patch14_224", patch_size=16, **VIT), INNER_VIT),
     "dinov3": Wrapper(features("vit_small_patch16_dinov3", **VIT), INNER_VIT),
     "beit": Wrapper(features("beit_base_patch16_224", **VIT), INNER_VIT),
+    "mambaout": Wrapper(features("mambaout_femto", **CONVNEXT), STEM),
+    "edgenext dict": Wrapper(features("edgenext_small", feature_cls="dict", **EDGENEXT), STEM),
+    "pit": Wrapper(features("pit_ti_224", **PIT), ("body.patch_embed*", "body.*_*", "body.transformers.0*")),
+    "hiera, first stages": Wrapper(features("hiera_tiny_224", **UNITS), ("model.patch_embed*", "model.pos_embed*")),
+    "hieradet": Wrapper(features("hieradet_small", **HIERA), ("model.patch_embed*", "model.pos_embed*")),
 }
 TORCHVISION = {
     "convnext layers": Wrapper(layers(torchvision_convnext, CONVNEXT_LAYERS), ("0*", "1*")),

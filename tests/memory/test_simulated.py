@@ -47,6 +47,16 @@ def test_functions_are_seen_inside_functions_of_pytorch():
     assert EFFICIENT in operators.names
 
 
+@pytest.mark.parametrize("shape, name", [((6, 4, 8), EFFICIENT), ((2, 3, 2, 4, 8), "aten._safe_softmax.default")])
+def test_attention_of_three_and_of_five_dimensions(shape, name):
+    """SAM and Hiera have such: PyTorch makes four of three, and writes attention of five out."""
+    with traced() as operators:
+        x = torch.randn(shape)
+        assert F.scaled_dot_product_attention(x, x, x, torch.zeros(*shape[:-1], 4)).shape == shape
+        assert attend(x).shape == shape
+    assert operators.names.count(name) == 2
+
+
 def test_functions_of_pytorch_that_ask_elsewhere_are_left_to_it():
     with traced():
         rows, columns = torch.meshgrid(torch.arange(2), torch.arange(3), indexing="ij")

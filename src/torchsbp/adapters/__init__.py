@@ -7,6 +7,8 @@ from torch import nn
 from ..errors import UsageError, UsageTypeError
 from . import (
     timm,
+    timm_pyramids,
+    timm_vits,
     torchvision,
     transformers,
     transformers_beit,
@@ -27,8 +29,8 @@ __all__ = [
 ]  # fmt: skip
 
 ADAPTERS: list[Adapter] = [
-    *timm.ADAPTERS, *torchvision.ADAPTERS, *transformers.ADAPTERS, *transformers_beit.ADAPTERS,
-    *transformers_dino.ADAPTERS, *transformers_sam.ADAPTERS, *transformers_swin.ADAPTERS,
+    *timm.ADAPTERS, *timm_vits.ADAPTERS, *timm_pyramids.ADAPTERS, *torchvision.ADAPTERS, *transformers.ADAPTERS,
+    *transformers_beit.ADAPTERS, *transformers_dino.ADAPTERS, *transformers_sam.ADAPTERS, *transformers_swin.ADAPTERS,
     *transformers_towers.ADAPTERS, *transformers_video.ADAPTERS,
 ]  # fmt: skip
 

@@ -55,7 +55,7 @@ class Description:
                 yield from self._altered(name, module)
         for name in self.idle:
             part = find(block, name)
-            if not (part is None or part in (0, False) or isinstance(part, nn.Identity) or _idle_dropout(part)):
+            if not _is_idle(part):
                 yield f"{name} is {part}, which is not supported (allowed: absent, Identity, Dropout with p=0)"
 
     def _altered(self, name: str, module: nn.Module) -> Iterator[str]:
@@ -79,15 +79,20 @@ class Description:
 
 @dataclass(frozen=True)
 class Plain(Description):
-    """A block that is not sampled and stays as it is: its rows meet everywhere, or batch norm must see them all."""
+    """A block that is not sampled and stays as it is: its rows meet everywhere, or batch norm must see them all.
+
+    ``where`` names a part that only such blocks have, or in which it does something; "": all blocks of the class.
+    """
 
     rules: tuple[str, ...] = ()
+    where: str = ""
 
     kind: ClassVar[str] = "plain"
     meaning: ClassVar[str] = "stays as it is"
 
     def problems(self, block: nn.Module) -> Iterator[str]:
-        return iter(())
+        if self.where and _is_idle(find(block, self.where)):
+            yield f"{self.where} does nothing: such blocks are sampled"
 
     def bindings(self, block: nn.Module) -> Iterator[Bound]:
         return iter(())
@@ -103,8 +108,10 @@ def _acts(hook: Any) -> bool:
     return getattr(hook, "__module__", "") not in RECORDERS
 
 
-def _idle_dropout(part: Any) -> bool:
-    return isinstance(part, nn.Dropout) and part.p == 0
+def _is_idle(part: Any) -> bool:
+    """Absent, switched off, or a module that does nothing."""
+    idle_dropout = isinstance(part, nn.Dropout) and part.p == 0
+    return part is None or part in (0, False) or isinstance(part, nn.Identity) or idle_dropout
 
 
 def shares_inputs(module: nn.Module) -> bool:
@@ -180,9 +187,11 @@ class Adapter:
 
 
 def fitting(descriptions: Descriptions, module: nn.Module) -> Description | None:
-    """The first description that fits the module; if none does, the last of those with the fewest problems."""
+    """The first description that fits the module; if none does, the last of those with the fewest problems, of which a
+    user should hear why it is not sampled."""
     choices = descriptions if isinstance(descriptions, tuple) else (descriptions,)
     counts = [len(list(its.problems(module))) for its in choices]
     if 0 in counts:
         return choices[counts.index(0)]
-    return choices[max(i for i, count in enumerate(counts) if count == min(counts))] if choices else None
+    told = [(count, -i) for i, count in enumerate(counts) if not isinstance(choices[i], Plain)]
+    return choices[-min(told)[1]] if told else None

@@ -47,7 +47,7 @@ class Stride:
     @classmethod
     def of(cls, layer: Any) -> "Stride":
         kernel, stride, padding, dilation = (
-            value if isinstance(value, tuple) else (value, value)
+            tuple(value) if isinstance(value, (tuple, list)) else (value, value)
             for value in (layer.kernel_size, layer.stride, layer.padding, getattr(layer, "dilation", 1))
         )
         if qualified(layer).endswith("Same"):  # timm's, which pad as they need: ⌈n / stride⌉

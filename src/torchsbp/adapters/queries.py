@@ -72,6 +72,14 @@ def differential_attention(m: Any, x: Tensor, everything: Tensor, positions: Ten
     return output(m, x, o)
 
 
+def talking_heads_attention(m: Any, x: Tensor, everything: Tensor, positions: Tensor) -> Tensor:
+    """CaiT: heads are mixed before and behind softmax."""
+    q, k, v = projections(m, x, everything)
+    scores = m.proj_l((m.scale * q @ k.mT).movedim(1, -1))
+    weights = m.proj_w(scores.softmax(-2)).movedim(-1, 1)
+    return output(m, x, weights @ v)
+
+
 def map_attention(
     m: Any, x: Tensor, everything: Tensor, positions: Tensor, shared_rel_pos: Tensor | None = None
 ) -> Tensor:
@@ -106,6 +114,8 @@ KEPT_QUERY_ATTENTION: dict[str, KeptQueryAttention] = {
     "timm.models.beit.Attention": beit_attention,
     "timm.models.vision_transformer_relpos.RelPosAttention": relative_attention,
     "timm.layers.diff_attention.DiffAttention": differential_attention,
+    "timm.models.cait.TalkingHeadAttn": talking_heads_attention,
+    "timm.models.metaformer.Attention": attention,
     "timm.models.maxxvit.Attention2d": map_attention,
     "torch.nn.modules.activation.MultiheadAttention": multihead_attention,
 }

@@ -104,12 +104,14 @@ class Residual(RunAgain):
     - ``constant``: names of parts that do not see rows (a table of relative positions), where dropout may be active.
     - ``shortcut``: name of the module on the residual path, which may change the grid; "" where there is none.
     - ``dim``: where rows are in its input: 1 in ``[B, N, C]`` and ``[B, H, W, C]``, 2 in ``[B, C, H, W]``.
+    - ``passes``: the block returns a tuple, its output and its other arguments, which it leaves as they are (a grid).
     """
 
     mixers: tuple[Mixer, ...] = (Mixer(),)
     constant: tuple[str, ...] = ()
     shortcut: str = ""
     dim: int = 1
+    passes: bool = False
 
     rules: tuple[str, ...] = ("query",)
 

@@ -145,13 +145,17 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The kernels that take masks want them whole, with columns in multiples of 16."""
+    """The kernels that take masks want them whole, with columns in multiples of 16; all of them want ``[B, H, N, D]``,
+    which PyTorch makes of three dimensions, not of five."""
+    if q.dim() == 3:
+        q, k, v, attn_mask = (None if x is None else x.unsqueeze(0) for x in (q, k, v, attn_mask))  # type: ignore[assignment]
+        return attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa).squeeze(0)
     if torch.is_autocast_enabled("cpu"):
         half = torch.get_autocast_dtype("cpu")
         q, k, v = (x.to(half) for x in (q, k, v))
         attn_mask = attn_mask.to(half) if attn_mask is not None and attn_mask.dtype != torch.bool else attn_mask
     name = "efficient" if attn_mask is not None else DEVICE.attention_kernel(q, fused=True)
-    if enable_gqa or name == "plain":
+    if enable_gqa or name == "plain" or q.dim() != 4:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

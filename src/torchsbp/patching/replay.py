@@ -237,18 +237,24 @@ class Residual(Replayed):
             kept = residual if rows is None else R.take_map(residual, rows, parts.dim)
             first.shortcut = residual
             first.record(parts.shortcut, inner(kept, options))
-        return self.execute(module, Call(first, x, residual, rows, options, args, kwargs))
+        y = self.execute(module, Call(first, x, residual, rows, options, args, kwargs))
+        return (y, *args) if parts.passes else y
 
     def compute(self, module: nn.Module, x: Tensor, rows: R.Rows, *args: Any, **kwargs: Any) -> Any:
         parts: A.Residual = self.description
         forward = original(module)
         if rows is None:
-            return forward(x, *args, **kwargs)
+            return first_of(forward(x, *args, **kwargs))
         if not parts.mixers:
-            return tokens(R.take_map(forward(R.new_value(x), *args, **kwargs), rows, parts.dim), parts.dim)
+            return tokens(R.take_map(first_of(forward(R.new_value(x), *args, **kwargs)), rows, parts.dim), parts.dim)
         assert self.replay is not None
         given = x if parts.shortcut in self.replay.records else R.take_map(x, rows, parts.dim)
-        return tokens(forward(given, *args, **kwargs), parts.dim)
+        return tokens(first_of(forward(given, *args, **kwargs)), parts.dim)
+
+
+def first_of(y: Any) -> Any:
+    """The output of a block that may return more beside it."""
+    return y[0] if isinstance(y, tuple) else y
 
 
 def tokens(column: Tensor, dim: int) -> Tensor:

@@ -78,8 +78,7 @@ class Windowed(Residual):
         self, module: nn.Module, x: Tensor, rows: R.Rows, *args: Any, windows: Windows | None = None, **kwargs: Any
     ) -> Tensor:
         if rows is None:
-            y = super().compute(module, x, None, *args, **kwargs)
-            return y[0] if isinstance(y, tuple) else y
+            return super().compute(module, x, None, *args, **kwargs)
         assert windows is not None
         return self.kept_rows(module, R.new_value(x.flatten(1, -2)), rows, windows)
 
@@ -92,22 +91,28 @@ class Windowed(Residual):
         scores = partial(kept_scores, w=windows, batch=x.shape[0])
         attention, everything = find(module, parts.attention), cut(source, windows)
         y = parts.kept_query_attention(attention, cut_kept(queries, windows), everything, scores, windows.window)
-        kept = kept + self.dropped(behind(join_kept(y, windows)), parts.attention_drop, 0)
+        kept = kept + self.dropped(behind(join_kept(y, windows)), parts.attention_drop, 0, windows)
         before, behind = self.around(module, parts.mlp_norm)
         y = before(kept)
         for name in parts.mlp.split():
             y = find(module, name)(y)
-        return kept + self.dropped(behind(y), parts.mlp_drop, -1)
+        return kept + self.dropped(behind(y), parts.mlp_drop, -1, windows)
 
     def around(self, module: nn.Module, norm: str) -> tuple[Any, Any]:
         """What stands before a branch and what behind it."""
         return (nothing, find(module, norm)) if self.description.post_norm else (find(module, norm), nothing)
 
-    def dropped(self, y: Tensor, name: str, call: int) -> Tensor:
-        """Times the factor that stochastic depth drew in the first run, of one module's two calls the given one."""
+    def dropped(self, y: Tensor, name: str, call: int, windows: Windows) -> Tensor:
+        """Times the factor that stochastic depth drew in the first run, of one module's two calls the given one; for
+        every sample, or for every window where the block drops before it joins them."""
         assert self.replay is not None
         factors = self.replay.records.get(name)
-        return y if factors is None else y * factors[call].view(-1, 1, 1)
+        if factors is None:
+            return y
+        factor = factors[call].view(-1, 1, 1)
+        if factor.shape[0] != y.shape[0]:
+            factor = join_kept(factor.expand(-1, windows.slots.shape[2], 1), windows)
+        return y * factor
 
     def repeatable(self, first: Replay) -> bool:
         return True
