@@ -364,6 +364,13 @@ def test_the_predictor_of_vjepa2_stays_as_it_is():
     assert_gradients(gradients_of(model), gradients_of(plain))
 
 
+def test_the_pooler_of_vjepa2_is_sampled_like_a_last_block():
+    model = torchsbp.apply(model_of("vjepa2"), keep_ratio=0.5)
+    step(Scores(model), pixels("vjepa2"))
+    encoder = [f"vjepa2.encoder.layer.{i}" for i in (1, 2)]
+    assert list(torchsbp.kept(model)) == [*encoder, "pooler.self_attention_layers.0"]
+
+
 def test_tokens_dropped_in_pretraining_are_refused():
     model = torchsbp.apply(transformers_model("VideoMAEModel", **VIDEOMAE), 0.5)
     with pytest.raises(ValueError, match=r"was given 2 samples of 16 positions, but .* 2 samples of 32"):

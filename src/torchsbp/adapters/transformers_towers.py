@@ -1,4 +1,4 @@
-"""Hugging Face transformers: vision towers of models of images and text, beside those of CLIP and SigLIP."""
+"""Hugging Face transformers: vision towers of models of images and text, beside those of CLIP and SigLIP; DPT's ViT."""
 
 from torch import nn
 

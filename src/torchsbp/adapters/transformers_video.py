@@ -4,12 +4,26 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..sampling import recommended
+from .base import Adapter
+from .layouts import Layout, Stage, member_names
 from .lean import RotaryBlock
 from .rerun import Mixer, Residual
-from .transformers import DROP_PATH, OLD_MLP, Names, attention, block, family, nested_block, transformer, vit_block
+from .transformers import (
+    DROP_PATH,
+    OLD_MLP,
+    SELF_ATTN,
+    Names,
+    attention,
+    block,
+    check_version,
+    family,
+    nested_block,
+    transformer,
+    vit_block,
+)
 
 VIDEOMAE_CLASSES = family("videomae", "VideoMAE")
 VJEPA2_CLASSES = family("vjepa2", "VJEPA2")
@@ -57,12 +71,25 @@ VIVIT = transformer(
     prefix=1,
     blocks=("layers", "encoder.layer"),
 )
-VJEPA2 = transformer(  # the blocks of its predictor, of the same class, stay as they are
-    "V-JEPA 2",
-    VJEPA2_CLASSES,
-    VJEPA2_BLOCK,
-    entry="encoder.embeddings.patch_embeddings.proj",
-    blocks=("encoder.layer",),
+VJEPA2_POOLER_BLOCK = block(
+    *(VJEPA2_CLASSES, "layer_norm1", "layer_norm2", SELF_ATTN, OLD_MLP, {"pair": True}),
+    classes={"self_attn": "PoolerSelfAttention", "mlp": "MLP"},
 )
+VJEPA2_ENTRY = "encoder.embeddings.patch_embeddings.proj"
 
-ADAPTERS = tuple(replace(its, recommended=recommended.UNTRIED) for its in (VIDEOMAE, VIVIT, VJEPA2))
+
+def vjepa2_stages(model: nn.Module) -> list[Stage]:
+    """With a classifier: the blocks of its attentive pooler go on with all positions."""
+    check_version()
+    return [Stage(member_names(model, "vjepa2.encoder.layer") + member_names(model, "pooler.self_attention_layers"))]
+
+
+def vjepa2() -> Adapter:
+    """The blocks of its predictor, of the encoder's class, stay as they are."""
+    encoder = transformer("V-JEPA 2", VJEPA2_CLASSES, VJEPA2_BLOCK, entry=VJEPA2_ENTRY, blocks=("encoder.layer",))
+    blocks = {**encoder.blocks, f"{VJEPA2_CLASSES}PoolerSelfAttentionLayer": VJEPA2_POOLER_BLOCK}
+    classifier = Layout(f"{VJEPA2_CLASSES}ForVideoClassification", f"vjepa2.{VJEPA2_ENTRY}", stages=vjepa2_stages)
+    return replace(encoder, blocks=blocks, layouts=(*encoder.every_layout, classifier))
+
+
+ADAPTERS = tuple(replace(its, recommended=recommended.UNTRIED) for its in (VIDEOMAE, VIVIT, vjepa2()))
