@@ -1,8 +1,8 @@
 #!/bin/bash
 # The contest on one GPU: contest.sh "CALL CALL…" DATA.npz OUT [SECONDS]
-# docs/study/running.md says which calls there are and what they decide, docs/study/contest.md what is missing. They run one after the other
-# until SECONDS are over. Started again with the same OUT they go on: finished runs are not repeated, stopped ones continue
-# from OUT/states if the folder is still there. Calls of one OUT have the same recipe.
+# docs/study/running.md says which calls there are and what they decide, docs/study/contest.md what is missing. They run
+# one after the other until SECONDS are over. Started again with the same OUT they go on: finished runs are not repeated,
+# stopped ones continue from OUT/states if the folder is still there. Calls of one OUT have the same recipe.
 # BEFORE: a .tgz of an earlier machine's results, unpacked if OUT has none. PACK: where results are put as one .tgz.
 set -e
 calls=$1 data=$2 out=$3 end=$((SECONDS + ${4:-540})) jobs=${JOBS:-12}
