@@ -87,6 +87,16 @@ def test_sbp_refuses_a_function_that_loses_positions(fn, x, made):
         sbp(fn, torch.randn(2, 6, 4), torch.tensor([0, 2]))
 
 
+@pytest.mark.parametrize("fn", [nn.BatchNorm1d(4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))], ids=type)
+def test_sbp_refuses_batch_norm_in_training_as_its_split_would_change_the_output(fn):
+    x, keep = torch.randn(8, 4), torch.tensor([0, 3, 5])
+    with pytest.raises(
+        ValueError, match=r" is a batch norm in training mode: .* kept and dropped positions. Freeze it"
+    ):
+        sbp(fn.train(), x, keep, 0)
+    torch.testing.assert_close(sbp(fn.eval(), x, keep, 0), fn(x))
+
+
 def test_sbp_takes_a_function_that_drops_channels_and_asks_it_once():
     calls = []
 

@@ -5,7 +5,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import UsageError, UsageTypeError, expect, shown
@@ -29,6 +29,7 @@ def sbp(fn: Function, x: Tensor, keep: Tensor, dim: int = 1, *, recompute: bool 
         check_positions(keep, x.shape[dim])
     if not torch.is_grad_enabled():
         return with_positions(fn(x), x, dim, x.shape[dim])
+    refuse_batch_norm(fn, "positions")
     drop = complement(keep, x.shape[dim])
     kept_x = x.index_select(dim, keep)
     kept = checkpoint(fn, kept_x, use_reentrant=False) if recompute else fn(kept_x)
@@ -115,6 +116,23 @@ def check_with_one(fn: Function, x: Tensor, dim: int) -> None:
         with torch.random.fork_rng([x.device] if x.is_cuda else []):  # random numbers stay those of the training run
             with_positions(fn(x), x, dim, 1)
         known.add(x.shape)
+
+
+def refuse_batch_norm(fn: object, parts: str) -> None:
+    """Batch statistics of kept and dropped parts differ, so the split would change the forward pass."""
+    if not isinstance(fn, nn.Module):
+        return
+    kind = nn.modules.batchnorm._BatchNorm
+    norms = [name for name, module in fn.named_modules() if isinstance(module, kind) and module.training]
+    if norms:
+        ends = [name if end.isdecimal() else end for name in norms for end in [name.rpartition(".")[2]]]
+        patterns = ", ".join(f'"*.{end}"' for end in dict.fromkeys(ends))
+        command = f" (torchsbp train: --freeze '[{patterns}]')" if norms[0] else ""
+        raise UsageError(
+            f"{norms[0] or type(fn).__name__} is a batch norm in training mode: its statistics would differ between "
+            f"kept and dropped {parts}. Freeze it with .eval(){command}, or replace it by a norm that does not look "
+            f"across {parts}."
+        )
 
 
 def complement(keep: Tensor, n: int) -> Tensor:

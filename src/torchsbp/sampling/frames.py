@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..errors import UsageError, check_calls, expect, shown
 from ..ops.frames import encode_frames
+from ..ops.wrap import refuse_batch_norm
 from . import samplers, schedules
 
 
@@ -31,7 +32,7 @@ def sbp_frames(
     expect_sampler(sampler)
     expect_arguments(encoder, video, step, seed, rank, chunk)
     ratio = schedules.check_ratio(keep_ratio)
-    refuse_batch_norm(encoder)
+    refuse_batch_norm(encoder, "frames")
     frames = video.shape[1]
     count = torch.as_tensor(step, dtype=torch.int64, device=video.device)
     key = samplers.draw_key(seed, count, rank, video.shape[0] if per_sample is True else 1)
@@ -84,19 +85,3 @@ def expect_per_sample(per_sample: object, sampler: str | samplers.Sampler) -> ob
             f'per_sample="balanced" needs sampler="frames", found {shown(sampler)}; or use per_sample=True'
         )
     return per_sample
-
-
-def refuse_batch_norm(encoder: Callable[[Tensor], Tensor]) -> None:
-    """Batch statistics of kept and dropped frames differ, so the split would change the forward pass."""
-    if not isinstance(encoder, nn.Module):
-        return
-    kind = nn.modules.batchnorm._BatchNorm
-    norms = [name for name, module in encoder.named_modules() if isinstance(module, kind) and module.training]
-    if norms:
-        ends = [name if end.isdecimal() else end for name in norms for end in [name.rpartition(".")[2]]]
-        patterns = ", ".join(f'"*.{end}"' for end in dict.fromkeys(ends))
-        raise UsageError(
-            f"{norms[0] or 'the encoder'} is a batch norm in training mode: its statistics would differ between kept "
-            f"and dropped frames. Freeze it with .eval() (torchsbp train: --freeze '[{patterns}]'), or replace it by a "
-            "norm that does not look across frames."
-        )
