@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchsbp.study.gradients import findings, statistics
+from torchsbp.study.gradients import added, findings, statistics, table
 
 from .commands import rows_of, study
 
@@ -18,6 +18,16 @@ def test_bias_and_variance_are_told_apart():
     assert variance == pytest.approx(float(0.09 / full.square().mean()), rel=0.05)
 
 
+def test_what_an_arm_adds_to_the_noise_of_batches():
+    layers = {"a": [1.0, 1.0, 0.01, 0.03], "b": [1.0, 1.0, 0.0, 0.0], "never used": [0.0, 0.0, 0.0, 0.0]}
+    row = {"study": "gradients", "run": "r", "model": "vit", "arm": "grid 0.5", "layers": layers}
+    assert added(row) == "–"
+    assert "noise" not in table([row])
+    row |= {"noise": {"a": 0.2, "b": 0.1, "never used": 0.0}}
+    assert added(row) == "10.0%; a 20%"
+    assert table([row]).splitlines()[0].endswith("| mean variance | of the batch's noise |")
+
+
 def test_the_study_runs_at_toy_size(data, tmp_path):
     arms = "full;exact;grid 0.5;random 0.5;qkv 0.5;qkv-local 0.5;own rows 0.5;down exact 0.5"
     options = ["--models", "vit", "--arms", arms, "--epochs", "1", "--masks", "4"]
@@ -30,6 +40,8 @@ def test_the_study_runs_at_toy_size(data, tmp_path):
     assert found["qkv-local 0.5"]["layers"]["head"][0] < found["grid 0.5"]["layers"]["head"][0]  # another forward
     assert found["grid 0.5"]["layers"]["blocks.1.mlp.fc1"][0] < found["own rows 0.5"]["layers"]["blocks.1.mlp.fc1"][0]
     assert "| vit | grid 0.5 | " in (tmp_path / "gradients.md").read_text()
+    assert all(row["noise"].keys() == row["layers"].keys() for row in found.values())
+    assert len({tuple(row["noise"].values()) for row in found.values()}) == 1  # that of full gradients, for all arms
     assert (tmp_path / "gradients_vit.svg").read_text().count('class="title"') >= 2
     assert [its.figure for its in findings(rows_of("gradients", tmp_path))] == ["3 (vit)", "5 (vit)", "5 (vit)"]
 

@@ -67,9 +67,9 @@ class Data:
         x, targets = augment(self.x_train[chosen].float() / 255, self.y_train[chosen], self.classes, numbers)
         return x - 0.5, targets
 
-    def any_batch(self, size: int, augment: Augment) -> tuple[Tensor, Tensor]:
-        """The same one every time."""
-        generator = Generator().manual_seed(0)
+    def any_batch(self, size: int, augment: Augment, number: int = 0) -> tuple[Tensor, Tensor]:
+        """The same one every time, for every number another."""
+        generator = Generator().manual_seed(number)
         chosen = torch.randperm(len(self.x_train), generator=generator)[:size]
         numbers = torch.rand(NUMBERS, len(chosen), generator=generator)
         return self.batch(chosen.to(self.device), augment, numbers.to(self.device))

@@ -1,7 +1,9 @@
 """Gradients at fixed weights: how far an arm's are from those of full backpropagation, and why.
 
 Of M masks with gradients g, and the full gradient f: the cosine of g and f and |g| / |f| in the mean, the bias
-|E g − f|² / |f|² and the variance E|g − E g|² / |f|², both estimated without bias; layer by layer.
+|E g − f|² / |f|² and the variance E|g − E g|² / |f|², both estimated without bias; layer by layer. Beside them the
+noise E|f − E f|² / |f|² of full gradients of M other batches, which training has anyway: what sampling adds is little
+where it is a small share of that.
 """
 
 import copy
@@ -39,8 +41,8 @@ def jobs(plan: Plan) -> list[Run]:
 
 
 def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
-    """One row: the four numbers of every layer, at the weights that full backpropagation reaches, and how accurate
-    these are."""
+    """One row: the four numbers of every layer and the noise of batches, at the weights that full backpropagation
+    reaches, and how accurate these are."""
     data, arm = Data.load(place.data, settings.images), ARMS[run.arm]
     plain = trained(run.model, settings, data, place.out, run.epochs)
     x, targets = data.any_batch(settings.batch, settings.augment)
@@ -55,7 +57,10 @@ def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
         found.append(by_layer(twin, x, targets))
     blocks, reached = blocks_of(plain), accuracy(plain, data, settings.batch)
     layers = {layer: statistics([its[layer] for its in found], exact) for layer, exact in full.items()}
-    yield {"accuracy": reached, "layers": layers, "blocks": blocks}
+    batches = (data.any_batch(settings.batch, settings.augment, number) for number in range(1, settings.masks + 1))
+    others = [by_layer(plain, *batch) for batch in batches]
+    noise = {layer: statistics([its[layer] for its in others], exact)[-1] for layer, exact in full.items()}
+    yield {"accuracy": reached, "layers": layers, "noise": noise, "blocks": blocks}
 
 
 def by_layer(model: nn.Module, x: Tensor, targets: Tensor) -> Gradients:
@@ -92,15 +97,30 @@ def by_block(row: Row) -> list[list[float]]:
 
 
 def table(rows: list[Row]) -> str:
-    """Arm by arm: the layer with the lowest cosine, and means over layers."""
-    cells = []
-    for row in results.of(rows, "gradients", "layers"):
+    """Arm by arm: the layer with the lowest cosine, and means over layers; where the noise of batches was measured,
+    what an arm adds to that, and the layer with the most."""
+    cells, measured = [], results.of(rows, "gradients", "layers")
+    with_noise = any("noise" in row for row in measured)
+    for row in measured:
         lowest, layer = min((values[0], layer) for layer, values in row["layers"].items())
         cosine, norm, *squares = (mean(values) for values in zip(*row["layers"].values(), strict=True))
         means = f"{cosine:.3f}", f"{norm:.3f}", *(f"{square:.5f}" for square in squares)
-        cells.append((row["model"], row["arm"], f"{lowest:.3f}", layer, *means))
+        cells.append((row["model"], row["arm"], f"{lowest:.3f}", layer, *means, *([added(row)] if with_noise else ())))
     header = ("model", "arm", "lowest cosine", "layer", *(f"mean {key}" for key in KEYS))
-    return results.table(header, cells)
+    return results.table((*header, "of the batch's noise") if with_noise else header, cells)
+
+
+def added(row: Row) -> str:
+    """Bias and variance of an arm as a share of the noise of batches: over layers, in the mean and at most."""
+    if "noise" not in row:
+        return "–"
+    shares = {
+        layer: (bias + variance) / row["noise"][layer]
+        for layer, (_, _, bias, variance) in row["layers"].items()
+        if row["noise"][layer]
+    }
+    highest = max(shares, key=lambda layer: shares[layer])
+    return f"{mean(shares.values()):.1%}; {highest} {shares[highest]:.0%}"
 
 
 FLOOR = 1e-6
