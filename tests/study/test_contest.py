@@ -1,11 +1,13 @@
 """The contest end to end at toy size, and its tables."""
 
 import fcntl
+import re
 from threading import Thread
 
 import numpy as np
 import pytest
 
+from torchsbp.cli import study as command
 from torchsbp.study import contest, pool, results, speed
 from torchsbp.study.plan import Plan
 from torchsbp.study.training import Run
@@ -15,9 +17,10 @@ from .commands import rows_of, study
 
 def test_a_contest_runs_resumes_and_draws_its_tables(data, tmp_path, capfd):
     arms = "full;mlp rows 0.25;down exact, rows 0.5"  # the last is not for ViTs
-    options = ["--models", "vit", "--arms", arms, "--epochs", "1,2"]
+    options = ["--models", "vit", "--arms", arms, "--epochs", "1,2", "--commit", "abc1234"]
     assert study("contest", data, tmp_path, *options) == 0
     rows = rows_of("contest", tmp_path)
+    assert {row["commit"] for row in rows} == {"abc1234"}
     assert {row["arm"] for row in rows if "done" in row} == {"full", "mlp rows 0.25"}
     assert [(row["arm"], row["epoch"]) for row in rows if "accuracy" in row] == [
         ("full", 1), ("full", 2), ("mlp rows 0.25", 1), ("mlp rows 0.25", 2),
@@ -29,6 +32,12 @@ def test_a_contest_runs_resumes_and_draws_its_tables(data, tmp_path, capfd):
     assert (tmp_path / "contest.svg").read_text().startswith("<svg xmlns=")
     assert study("contest", data, tmp_path, *options) == 0
     assert len(rows_of("contest", tmp_path)) == len(rows)
+
+
+def test_results_have_the_commit_of_the_checkout(tmp_path, monkeypatch):
+    assert re.fullmatch(r"([0-9a-f]{7,}(-dirty)?)?", command.checkout())
+    monkeypatch.setattr(command, "__file__", str(tmp_path / "src" / "torchsbp" / "cli" / "study.py"))
+    assert command.checkout() == ""  # installed from a package
 
 
 def test_several_runs_at_once_are_processes_of_their_own(data, tmp_path):

@@ -3,6 +3,7 @@
 import argparse
 import json
 import platform
+import subprocess
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .. import __version__
 from ..errors import DataError, UsageError
 from ..report.sheet import sheet
 from ..study import STUDIES, contest, pool, results
@@ -55,7 +57,7 @@ def run(argv: list[str]) -> None:
     if study.at_trained_weights and left:
         for model in dict.fromkeys(its.model for its in left):
             trained(model, settings, Data.load(args.data, settings.images), args.out, plan.lengths(model)[-1])
-    about = {"study": args.name, "settings": asdict(settings), **machine()}
+    about = {"study": args.name, "settings": asdict(settings), **machine(args.commit)}
     with (args.out / f"{args.name}.jsonl").open("a", encoding="utf-8") as file:
         for row in pool.execute(study.work, left, settings, place, args.jobs, args.seconds):
             print(json.dumps(about | row), file=file, flush=True)
@@ -143,6 +145,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--uncaptured", action="store_true", help="steps are not CUDA graphs")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once; 0: one after the other, in this process")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for everything: then it ends")
+    parser.add_argument("--commit", help="to be recorded, instead of what git says")
     return parser.parse_args(argv)
 
 
@@ -156,11 +159,24 @@ def by_model(text: str) -> dict[str, tuple[int, ...]]:
     return {" ".join(words[:-1]): listed(",", positive)(words[-1]) for words in parts}
 
 
-def machine() -> dict[str, str]:
-    """Where it was measured."""
+def machine(commit: str | None) -> dict[str, str]:
+    """Where it was measured, and with what."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     try:
         timm = version("timm")
     except PackageNotFoundError:
         timm = ""
-    return {"device": device, "torch": torch.__version__, "timm": timm}
+    versions = {"torch": torch.__version__, "timm": timm, "torchsbp": __version__}
+    return {"device": device, **versions, "commit": checkout() if commit is None else commit}
+
+
+def checkout() -> str:
+    """The commit that this file is of; "" where it was installed from a package, or git is missing."""
+    folder = Path(__file__).parents[3]
+    if not (folder / ".git").exists():
+        return ""
+    asked = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
