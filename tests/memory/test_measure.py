@@ -9,6 +9,7 @@ from torch._subclasses import FakeTensorMode
 
 import torchsbp
 from torchsbp import SBPConfig
+from torchsbp.errors import UsageTimeError
 from torchsbp.memory.measure import measure_config
 
 from ..counting import SavedBytes
@@ -118,3 +119,16 @@ def test_a_prediction_can_be_measured():
     config = SBPConfig(keep_ratio=0.5)
     found = measure_config(LEAN["vit"].build, SHAPE, config, "float32", "momentum", device="cpu")
     assert found.saved == torchsbp.estimate(LEAN["vit"].build, SHAPE, config, "float32", device="cpu").saved
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_step_that_trains_nothing_is_no_measurement(gradients):
+    model = nn.Linear(2, 2)
+
+    def step() -> None:
+        if not gradients:
+            with torch.no_grad():
+                model(torch.ones(1, 2))
+
+    with pytest.raises(UsageTimeError, match=r"step\(\) saved nothing for backward: it must run a forward pass"):
+        torchsbp.measure(model, step)

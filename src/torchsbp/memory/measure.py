@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..adapters.blocks import blocks_of
-from ..errors import UsageTypeError, expect, shown
+from ..errors import UsageTimeError, UsageTypeError, expect, shown
 from .checks import PRECISIONS, precision_name
 from .estimate import Config, Model, build, default_loss, input_for, prepared, saved_lines
 from .peak import peak_bytes
@@ -75,6 +75,11 @@ def measure(model: nn.Module, step: Callable[[], object]) -> Measurement:
     saved = Saved(model)
     with saved:
         step()
+    if not saved.total:
+        raise UsageTimeError(
+            "step() saved nothing for backward: it must run a forward pass of the model with gradients enabled, and "
+            "loss.backward()"
+        )
     parts = by_block(saved.by_module, blocks_of(model))
     elsewhere = sum(parts.pop("").values())
     counted = {name: sum(part.values()) for name, part in parts.items()}
