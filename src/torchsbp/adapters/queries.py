@@ -72,6 +72,13 @@ def differential_attention(m: Any, x: Tensor, everything: Tensor, positions: Ten
     return output(m, x, o)
 
 
+def distance_bias(q: Tensor, to_rows: Tensor, to_columns: Tensor) -> Tensor:
+    """SAM: products of queries ``[windows, H, k, D]`` with embeddings of their distances to every row and to every
+    column of a window, ``[windows, k, n, D]``, added to scores ``[windows, H, k, area]``."""
+    by_row, by_column = (torch.einsum("whkd,wknd->whkn", q, table) for table in (to_rows, to_columns))
+    return (by_row.unsqueeze(-1) + by_column.unsqueeze(-2)).flatten(-2)
+
+
 def talking_heads_attention(m: Any, x: Tensor, everything: Tensor, positions: Tensor) -> Tensor:
     """CaiT: heads are mixed before and behind softmax."""
     q, k, v = projections(m, x, everything)

@@ -14,7 +14,7 @@ from .base import Adapter, Plain
 from .layouts import Grid, Layout, Stage, channels_last_grid, early_stages, member_names
 from .lean import ConvBlock, Downsample, TransformerBlock
 from .names import bare_name, find
-from .queries import at, attend, projections
+from .queries import at, attend, distance_bias, projections
 from .rerun import Mixer, Patches, PointwiseBlock, Residual
 from .timm import DROPOUTS, MLP, WINDOWS, prefix_tokens, stages, with_features
 from .timm_vits import cut_at_ends
@@ -78,14 +78,11 @@ def sam_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, windo
 
 
 def decomposed_bias(m: Any, q: Tensor, slots: Tensor, window: Grid) -> Tensor:
-    """Products of queries ``[windows, H, k, D]`` with embeddings of their distances to every row and to every column,
-    ``[windows, H, k, area]``."""
     from timm.models.vision_transformer_sam import get_rel_pos
 
-    rows = get_rel_pos(window[0], window[0], m.rel_pos_h)[slots // window[1]]
-    columns = get_rel_pos(window[1], window[1], m.rel_pos_w)[slots % window[1]]
-    by_row, by_column = (torch.einsum("whkd,wknd->whkn", q, table) for table in (rows, columns))
-    return (by_row.unsqueeze(-1) + by_column.unsqueeze(-2)).flatten(-2)
+    to_rows = get_rel_pos(window[0], window[0], m.rel_pos_h)[slots // window[1]]
+    to_columns = get_rel_pos(window[1], window[1], m.rel_pos_w)[slots % window[1]]
+    return distance_bias(q, to_rows, to_columns)
 
 
 SAM = Adapter(

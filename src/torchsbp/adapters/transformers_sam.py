@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -13,6 +12,7 @@ from ..sampling import recommended
 from .base import Adapter, Plain
 from .layouts import Grid, Layout, Stage, Stride, early_stages
 from .names import find
+from .queries import distance_bias
 from .transformers import check_version, family, transformer
 from .windowed import ScoreBias, Windowed
 
@@ -37,12 +37,11 @@ def sam_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, windo
 def distances(m: Any, q: Tensor, added: ScoreBias, window: Grid) -> Tensor:
     """``q · (h + w)`` for kept queries ``q [windows, heads, k, D]`` and all keys of their windows."""
     height, width = window
-    of_rows = m.get_rel_pos(height, height, m.rel_pos_h).repeat_interleave(
+    to_rows = m.get_rel_pos(height, height, m.rel_pos_h).repeat_interleave(
         width, 0
     )  # of all queries: [area, height, D]
-    of_columns = m.get_rel_pos(width, width, m.rel_pos_w).repeat(height, 1, 1)
-    h, w = (torch.einsum("nhqd,ntqd->nhqt", q, added(table.movedim(1, 0))) for table in (of_rows, of_columns))
-    return (h.unsqueeze(-1) + w.unsqueeze(-2)).flatten(-2)
+    to_columns = m.get_rel_pos(width, width, m.rel_pos_w).repeat(height, 1, 1)
+    return distance_bias(q, *(added(table.movedim(1, 0)).transpose(1, 2) for table in (to_rows, to_columns)))
 
 
 BLOCK = Windowed(
