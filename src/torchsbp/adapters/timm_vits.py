@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import UsageError
+from ..sampling import recommended
 from .base import Adapter, Plain
 from .layouts import Grid, Layout, Stage, early_stages, member_names
 from .lean import TransformerBlock
@@ -30,9 +31,15 @@ NAFLEX = Adapter(
     name="timm NaFlexViT",
     layouts=like_vit("naflexvit.NaFlexVit", entry="embeds", grid=naflex_grid),
     blocks={**VIT.blocks, **EVA.blocks},
+    recommended=recommended.VIT,
 )
 
-QWEN3 = Adapter(name="timm Qwen3 ViT", layouts=like_vit("qwen3_vit.Qwen3VitEncoder", prefix=0), blocks=dict(EVA.blocks))
+QWEN3 = Adapter(
+    name="timm Qwen3 ViT",
+    layouts=like_vit("qwen3_vit.Qwen3VitEncoder", prefix=0),
+    blocks=dict(EVA.blocks),
+    recommended=recommended.VIT,
+)
 
 DEEPSEEK = Adapter(
     name="timm DeepSeek ViT",
