@@ -74,6 +74,7 @@ ARMS: dict[str, Arm] = {
     "rows 0.25": sampled(0.25, BALANCED, ROWS, models=TOKENS),
     "own rows 0.5": sampled(0.5, OWN, ROWS, models=TOKENS),
     "own rows 0.25": sampled(0.25, OWN, ROWS, models=TOKENS),
+    "own rows decreasing": sampled((0.75, 0.25), OWN, ROWS, models=TOKENS),
     "mlp 0.5": sampled(0.5, BALANCED, MLP, models=VIT),
     "mlp rows 0.5": sampled(0.5, BALANCED, MLP, ROWS, models=VIT),
     "mlp rows 0.25": sampled(0.25, BALANCED, MLP, ROWS, models=VIT),
