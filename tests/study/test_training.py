@@ -42,6 +42,25 @@ def test_every_arm_takes_a_step(data, model, arm):
     assert all(bool((p != q).any()) for p, q in zip(training.model.parameters(), before, strict=True))
 
 
+def test_an_arm_may_keep_all_where_the_rate_falls(data):
+    """Sampled as its sibling until then."""
+    changing, sampled = (
+        Training(Run("vit", arm, epochs=5), TOY, Data.load(data))
+        for arm in ("own rows 0.5, then exact", "own rows 0.5")
+    )
+    turn = TOY.turn(5)
+    assert 0 < turn < 5
+    for number in range(5):
+        losses = [training.epoch(number) for training in (changing, sampled)]
+        assert (losses[0] == losses[1]) is (number < turn)
+        counts = {its.shape[1] for its in kept(changing.model).values()}
+        assert counts == ({positions(changing)} if number >= turn else {positions(sampled) // 2 + 1})
+
+
+def positions(training):
+    return training.model.pos_embed.shape[1]
+
+
 def test_two_runs_in_turn_are_those_of_one_after_the_other(data):
     runs = [Training(Run("vit", "grid 0.5", epochs=2, drop_path=0.5), TOY, Data.load(data)) for _ in range(2)]
     assert all(a.epoch(number) == b.epoch(number) for number in range(2) for a, b in [runs])

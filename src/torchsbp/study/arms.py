@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import PRESETS
+from ..sampling.schedules import Milestones
 from .chosen import apply_chosen
 from .local import apply_local
 
@@ -35,10 +36,17 @@ class Arm:
     same: str = ""
     models: tuple[str, ...] = ALL
 
+    @property
+    def changes(self) -> bool:
+        """Whether its ratio is another one where the rate falls."""
+        return isinstance((self.options or {}).get("keep_ratio"), Milestones)
+
 
 VIT, PYRAMID = ("vit", "hybrid"), ("convnext", "convnext2")
 TOKENS = (*VIT, "swin")
 FULL = "full"
+FALLING = 10**12
+"""Steps of masks are counted from here where the rate falls: a ratio that is milestones may change there."""
 GRID: Options = PRESETS["paper"] | {"attention": "query"}
 APART: Options = {"sampler": "random", "per_sample": True}
 BALANCED: Options = {"sampler": "random", "per_sample": "balanced"}
@@ -75,6 +83,7 @@ ARMS: dict[str, Arm] = {
     "own rows 0.5": sampled(0.5, OWN, ROWS, models=TOKENS),
     "own rows 0.25": sampled(0.25, OWN, ROWS, models=TOKENS),
     "own rows decreasing": sampled((0.75, 0.25), OWN, ROWS, models=TOKENS),
+    "own rows 0.5, then exact": sampled(Milestones(((0, 0.5), (FALLING, 1.0))), OWN, ROWS, models=TOKENS),
     "mlp 0.5": sampled(0.5, BALANCED, MLP, models=VIT),
     "mlp rows 0.5": sampled(0.5, BALANCED, MLP, ROWS, models=VIT),
     "mlp rows 0.25": sampled(0.25, BALANCED, MLP, ROWS, models=VIT),

@@ -32,25 +32,38 @@ def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
     before = torch.cuda.memory_allocated() if cuda else 0
     with held(place.out, fcntl.LOCK_SH):
         training = Training(run, settings, data)
-        training.fill(0, run.epochs)
-        if cuda:
-            torch.cuda.synchronize()
-    captured = training.advance != training.step  # the capture was the last that allocated
+        wait(cuda)
+    captured = training.advance != training.step  # the captures were the last that allocated
     if cuda and not captured:
         torch.cuda.reset_peak_memory_stats()
-    times = []
     with held(place.out, fcntl.LOCK_EX):
-        for _ in range(ROUNDS):
-            start = time.perf_counter()
-            for _ in range(STEPS):
-                training.advance()
-            if cuda:
-                torch.cuda.synchronize()
-            times.append((time.perf_counter() - start) / STEPS)
-    peak = 0
+        ms = sum(share * timed(training, number, cuda) for number, share in parts(training))
+    peak = ((training.peak if captured else peak_bytes()) - before) if cuda else 0
+    yield {"ms": ms, "steps": training.steps, "peak_bytes": peak}
+
+
+def parts(training: Training) -> list[tuple[int, float]]:
+    """Epochs whose steps differ, and their shares of a run."""
+    falling = training.settings.decay if training.arm.changes else 0.0
+    return [(0, 1 - falling), *([(training.run.epochs - 1, falling)] if falling else [])]
+
+
+def timed(training: Training, epoch: int, cuda: bool) -> float:
+    training.fill(epoch, training.run.epochs)
+    wait(cuda)
+    times = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            training.advance()
+        wait(cuda)
+        times.append((time.perf_counter() - start) / STEPS)
+    return 1000 * min(times)
+
+
+def wait(cuda: bool) -> None:
     if cuda:
-        peak = (torch.cuda.max_memory_allocated() if captured else peak_bytes()) - before
-    yield {"ms": 1000 * min(times), "steps": training.steps, "peak_bytes": peak}
+        torch.cuda.synchronize()
 
 
 @contextmanager

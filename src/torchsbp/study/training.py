@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..patching.apply import apply, set_step
-from .arms import ARMS, FULL
+from .arms import ARMS, FALLING, FULL
 from .augment import NUMBERS, Augment
 from .data import Data
 from .models import MODELS, build
@@ -113,10 +113,18 @@ class Training:
         self.optimizers = optimizers(settings.optimizer, self.model, self.rate, settings.weight_decay)
         # Eager checkpointing looks at the state of random numbers, "instead" counts in Python: neither in a graph.
         captured = settings.capture and data.device.type == "cuda" and (compiled or not (arm.checkpoint or arm.instead))
-        self.advance = self.captured() if captured else self.step
-        if not captured:
-            self.step()  # at rate 0: optimizers have their state from now on
+        self.peak = 0
+        self.ways = [self.way(first, captured) for first in ((0, FALLING) if arm.changes else (0,))]
         self.begin(run)
+
+    def way(self, first: int, captured: bool) -> Callable[[], None]:
+        """How to take a step, with the ratios that masks counted from there have."""
+        if self.arm.options is not None and self.draw is None:
+            set_step(self.model, first)
+        if captured:
+            return self.captured()
+        self.step()  # at rate 0: optimizers have their state from now on
+        return self.step
 
     def make_epoch(self) -> None:
         """What an epoch's steps read, image numbers, rates, random numbers, whose turn it is, and add their loss to."""
@@ -130,7 +138,7 @@ class Training:
     def begin(self, run: Run) -> None:
         """Back to the first step, with the run's initial weights. It has the model, arm and stochastic depth of the
         first one."""
-        self.run = run
+        self.run, self.advance = run, self.ways[0]
         torch.manual_seed(run.seed)
         first = fresh(run, self.settings, self.data).state_dict().values()  # "qkv-local" has other names for them
         for tensor, value in zip(self.model.state_dict().values(), first, strict=True):
@@ -160,7 +168,9 @@ class Training:
         )
         self.turn.zero_()
         self.loss.zero_()
-        first = 10**6 * self.run.seed + number * steps  # other seeds have other masks
+        falls = self.arm.changes and number >= self.settings.turn(length)
+        self.advance = self.ways[falls]
+        first = 10**6 * self.run.seed + number * steps + FALLING * falls  # other seeds have other masks
         if self.draw is not None:
             self.draw.step = first
         elif self.arm.options is not None:
@@ -184,18 +194,21 @@ class Training:
     def captured(self) -> Callable[[], None]:
         """The step as one launch; some of them before, at rate 0, make what lasts: kernels, workspaces, optimizers'
         state."""
-        aside = torch.cuda.Stream()
+        adamw, aside = self.optimizers[0].param_groups, torch.cuda.Stream()
+        for group in adamw:
+            group["capturable"] = False  # a step outside of a graph would be warned of
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             for _ in range(WARM):
                 self.step()
         torch.cuda.current_stream().wait_stream(aside)
-        for group in self.optimizers[0].param_groups:
-            group["capturable"] = True  # of AdamW; a step outside of a graph would be warned of
+        for group in adamw:
+            group["capturable"] = True
         torch.cuda.reset_peak_memory_stats()  # replays allocate nothing: the peak is the capture's
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.step()
+        self.peak = max(self.peak, torch.cuda.max_memory_allocated())
         return graph.replay
 
     def moments(self) -> list[Tensor]:
