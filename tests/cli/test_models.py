@@ -104,7 +104,7 @@ def test_blocks_of_a_model_are_grouped(capsys, name, lines):
 
 def test_families_whose_presets_sample_nothing_say_so(capsys):
     _, out, _ = run(capsys, "convnext_tiny")
-    exact = "keep_ratio=1.0 (all blocks exact; those above are sampled at any ratio below 1)"
+    exact = "keep_ratio=1.0 (exact: nothing is sampled; the lines above say what a ratio below 1 samples)"
     assert out.splitlines()[-2:] == [f"  default: {exact}", f"  fast: {exact}"]
 
 

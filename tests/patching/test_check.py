@@ -36,6 +36,10 @@ def test_a_block_without_drop_path_and_a_model_in_a_model_pass():
     assert torchsbp.check(torchsbp.apply(nn.Sequential(tiny.model(), nn.Tanh()), 0.5), tiny.images()).passed
 
 
+def test_a_model_that_was_wrapped_after_it_was_patched_passes():
+    assert torchsbp.check(nn.Sequential(torchsbp.apply(LEAN["vit"].model(), 0.5)), images()).passed
+
+
 def test_a_missing_gradient_is_found(monkeypatch):
     def forgetful(m, x, everything, positions, **masks):
         return queries.attend(m, x, *queries.projections(m, x, everything.detach()))

@@ -17,7 +17,7 @@ from ..ops.rules import RULES
 from ..patching.survey import survey
 from .named import HELP, find_model
 
-EXACT = " (all blocks exact; those above are sampled at any ratio below 1)"
+EXACT = " (exact: nothing is sampled; the lines above say what a ratio below 1 samples)"
 PURPOSE = "which models are supported, and which blocks of a model"
 
 

@@ -117,21 +117,28 @@ def ratio(error: Tensor, size: Tensor) -> Tensor:
 def record_gates(patched: nn.Module) -> Gates:
     """Fills itself as the patched model runs: with what each sampled module keeps, call after call."""
     gates: Gates = {}
+    names = names_in(patched)
     for entry, module in patched_entries(patched):
         entry.masks.drawn = None
-        for index, site in enumerate(entry.masks.sites):
-            its = gates[entry.prefix + site.name] = CallGates()
+        for index, sampled in enumerate(entry.sampled):
+            its = gates[names[sampled.module]] = CallGates()
             record = partial(its.record, entry.masks, index, entry.step(module).device)
-            last_of(patched.get_submodule(entry.prefix + site.name)).register_forward_pre_hook(record)
+            last_of(sampled.module).register_forward_pre_hook(record)
     return gates
+
+
+def names_in(model: nn.Module) -> dict[nn.Module, str]:
+    """As they are now: a model may have been wrapped since it was patched."""
+    return {module: name for name, module in model.named_modules()}
 
 
 def install_gates(twin: nn.Module, patched: nn.Module, gates: Gates | None = None) -> None:
     """Gate the sampled modules of the unpatched model at the positions that the patched one has kept: call by call as
     recorded, or as in its last call."""
+    names = names_in(patched)
     for entry, module in patched_entries(patched):
         for index, sampled in enumerate(entry.sampled):
-            name = entry.prefix + sampled.name
+            name = names[sampled.module]
             block = twin.get_submodule(name)
             if gates is not None:
                 last_of(block).register_forward_pre_hook(gates[name].begin)
