@@ -16,7 +16,7 @@ from . import results
 from .arms import FULL
 from .data import Data
 from .plan import Plan
-from .training import Place, Row, Run, Settings, Training
+from .training import Place, Row, Run, Settings, Training, wait
 
 ROUNDS, STEPS = 8, 20
 
@@ -32,12 +32,12 @@ def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
     before = torch.cuda.memory_allocated() if cuda else 0
     with held(place.out, fcntl.LOCK_SH):
         training = Training(run, settings, data)
-        wait(cuda)
+        wait(data.device)
     captured = training.advance != training.step  # the captures were the last that allocated
     if cuda and not captured:
         torch.cuda.reset_peak_memory_stats()
     with held(place.out, fcntl.LOCK_EX):
-        ms = sum(share * timed(training, number, cuda) for number, share in parts(training))
+        ms = sum(share * timed(training, number) for number, share in parts(training))
     peak = ((training.peak if captured else peak_bytes()) - before) if cuda else 0
     yield {"ms": ms, "steps": training.steps, "peak_bytes": peak}
 
@@ -48,22 +48,18 @@ def parts(training: Training) -> list[tuple[int, float]]:
     return [(0, 1 - falling), *([(training.run.epochs - 1, falling)] if falling else [])]
 
 
-def timed(training: Training, epoch: int, cuda: bool) -> float:
+def timed(training: Training, epoch: int) -> float:
+    """Milliseconds of a step in that epoch."""
     training.fill(epoch, training.run.epochs)
-    wait(cuda)
+    wait(training.data.device)
     times = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
         for _ in range(STEPS):
             training.advance()
-        wait(cuda)
+        wait(training.data.device)
         times.append((time.perf_counter() - start) / STEPS)
     return 1000 * min(times)
-
-
-def wait(cuda: bool) -> None:
-    if cuda:
-        torch.cuda.synchronize()
 
 
 @contextmanager
