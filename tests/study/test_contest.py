@@ -2,6 +2,7 @@
 
 import fcntl
 import re
+import subprocess
 from threading import Thread
 
 import numpy as np
@@ -35,9 +36,15 @@ def test_a_contest_runs_resumes_and_draws_its_tables(data, tmp_path, capfd):
 
 
 def test_results_have_the_commit_of_the_checkout(tmp_path, monkeypatch):
-    assert re.fullmatch(r"([0-9a-f]{7,}(-dirty)?)?", command.checkout())
     monkeypatch.setattr(command, "__file__", str(tmp_path / "src" / "torchsbp" / "cli" / "study.py"))
     assert command.checkout() == ""  # installed from a package
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
+    (tmp_path / "file").write_text("a")
+    for words in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], check=True)
+    assert re.fullmatch("[0-9a-f]{7,}", command.checkout())
+    (tmp_path / "file").write_text("b")
+    assert command.checkout().endswith("-dirty")
 
 
 def test_several_runs_at_once_are_processes_of_their_own(data, tmp_path):
