@@ -151,10 +151,11 @@ def reached(what: str) -> str:
 
 
 def weights(what: str) -> str:
-    """FOLDER MODEL: the accuracy of the weights at which neighbours, and gradients, were compared."""
+    """FOLDER MODEL: the accuracy of the weights at which neighbours, or gradients, were compared."""
     folder, model = what.split()
-    (found,) = (row for row in results.of(rows(folder), "similarity", "accuracy") if row["model"] == model)
-    return f"{found['accuracy']:.1f}"
+    studies = ("similarity", "gradients")
+    found = (row for name in studies for row in results.of(rows(folder), name, "accuracy") if row["model"] == model)
+    return f"{next(found)['accuracy']:.1f}"
 
 
 def along(what: str) -> str:
@@ -188,11 +189,22 @@ def gradient(what: str) -> str:
     return f"{values[key]:.2f}" if key == "norm" else f"{values[key]:{'.3f' if key == 'cosine' else '#.2g'}}"
 
 
+def noise(what: str) -> str:
+    """FOLDER MODEL, ARM: what it adds to the noise of batches, the mean over layers in percent."""
+    folder, _, rest = what.partition(" ")
+    model, _, arm = rest.partition(", ")
+    return f"{100 * mean(gradients.shares(compared_at(folder, model, arm)).values()):.1f}"
+
+
+def compared_at(folder: str, model: str, arm: str) -> Row:
+    found = results.of(rows(folder), "gradients", "layers")
+    (row,) = (its for its in found if (its["model"], its["arm"]) == (model, arm))
+    return row
+
+
 def means(folder: str, model: str, arm: str, ends: tuple[str, ...] = ("",)) -> dict[str, float]:
     """Of the layers whose names end like that."""
-    (row,) = (
-        its for its in results.of(rows(folder), "gradients", "layers") if (its["model"], its["arm"]) == (model, arm)
-    )
+    row = compared_at(folder, model, arm)
     layers = [values for name, values in row["layers"].items() if name.endswith(ends)]
     return dict(zip(gradients.KEYS, map(mean, zip(*layers, strict=True)), strict=True))
 
@@ -231,6 +243,7 @@ MADE: dict[str, Callable[[str], str]] = {
     "bound": bound,
     "deviation": deviation,
     "gradient": gradient,
+    "noise": noise,
     "matrices": matrices,
 }
 """The first word of a mark -> what makes of the rest what stands there."""

@@ -8,7 +8,9 @@ where it is a small share of that.
 
 import copy
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from statistics import mean
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,9 +46,8 @@ def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
     """One row: the four numbers of every layer and the noise of batches, at the weights that full backpropagation
     reaches, and how accurate these are."""
     data, arm = Data.load(place.data, settings.images), ARMS[run.arm]
-    plain = trained(run.model, settings, data, place.out, run.epochs)
+    plain, reached, full, noise = exact(run.model, run.epochs, settings, place)
     x, targets = data.any_batch(settings.batch, settings.augment)
-    full = by_layer(plain, x, targets)
     twin, found = copy.deepcopy(plain), []
     draw = arm.instead(twin, **arm.options or {}) if arm.instead else None
     if draw is None:
@@ -55,12 +56,29 @@ def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
         if draw is None:
             set_step(twin, step)
         found.append(by_layer(twin, x, targets))
-    blocks, reached = blocks_of(plain), accuracy(plain, data, settings.batch)
-    layers = {layer: statistics([its[layer] for its in found], exact) for layer, exact in full.items()}
-    batches = (data.any_batch(settings.batch, settings.augment, number) for number in range(1, settings.masks + 1))
-    others = [by_layer(plain, *batch) for batch in batches]
-    noise = {layer: statistics([its[layer] for its in others], exact)[-1] for layer, exact in full.items()}
-    yield {"accuracy": reached, "layers": layers, "noise": noise, "blocks": blocks}
+    layers = {layer: statistics([its[layer] for its in found], its_full) for layer, its_full in full.items()}
+    yield {"accuracy": reached, "layers": layers, "noise": noise, "blocks": blocks_of(plain)}
+
+
+class Exact(NamedTuple):
+    """What all arms of a model are compared with: the model and its accuracy, the full gradient of a batch, and, layer
+    by layer, the noise of such gradients."""
+
+    model: nn.Module
+    accuracy: float
+    full: Gradients
+    noise: dict[str, float]
+
+
+@lru_cache(maxsize=1)
+def exact(model: str, epochs: int, settings: Settings, place: Place) -> Exact:
+    """Arms of a model come one after the other: it is made once for them."""
+    data = Data.load(place.data, settings.images)
+    plain = trained(model, settings, data, place.out, epochs)
+    numbers = range(settings.masks + 1)
+    full, *others = (by_layer(plain, *data.any_batch(settings.batch, settings.augment, number)) for number in numbers)
+    noise = {layer: statistics([its[layer] for its in others], its_full)[-1] for layer, its_full in full.items()}
+    return Exact(plain, accuracy(plain, data, settings.batch), full, noise)
 
 
 def by_layer(model: nn.Module, x: Tensor, targets: Tensor) -> Gradients:
@@ -111,16 +129,21 @@ def table(rows: list[Row]) -> str:
 
 
 def added(row: Row) -> str:
-    """Bias and variance of an arm as a share of the noise of batches: over layers, in the mean and at most."""
+    """What an arm adds to the noise of batches: over layers, in the mean and at most."""
     if "noise" not in row:
         return "–"
-    shares = {
+    found = shares(row)
+    highest = max(found, key=lambda layer: found[layer])
+    return f"{mean(found.values()):.1%}; {highest} {found[highest]:.0%}"
+
+
+def shares(row: Row) -> dict[str, float]:
+    """Layer by layer: bias and variance of an arm over the noise of batches."""
+    return {
         layer: (bias + variance) / row["noise"][layer]
         for layer, (_, _, bias, variance) in row["layers"].items()
         if row["noise"][layer]
     }
-    highest = max(shares, key=lambda layer: shares[layer])
-    return f"{mean(shares.values()):.1%}; {highest} {shares[highest]:.0%}"
 
 
 FLOOR = 1e-6
