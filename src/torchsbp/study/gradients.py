@@ -75,7 +75,7 @@ def exact(model: str, epochs: int, settings: Settings, place: Place) -> Exact:
     """Arms of a model come one after the other: it is made once for them."""
     data = Data.load(place.data, settings.images)
     plain = trained(model, settings, data, place.out, epochs)
-    reached = accuracy(plain, data, settings.batch)  # first: forward passes in training change a batch norm's statistics
+    reached = accuracy(plain, data, settings.batch)  # first: a batch norm's statistics change with forward passes
     numbers = range(settings.masks + 1)
     full, *others = (by_layer(plain, *data.any_batch(settings.batch, settings.augment, number)) for number in numbers)
     noise = {layer: statistics([its[layer] for its in others], its_full)[-1] for layer, its_full in full.items()}
