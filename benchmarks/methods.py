@@ -13,6 +13,7 @@ from torchsbp import SBPConfig
 from torchsbp.memory.estimate import checkpoint_blocks
 from torchsbp.ops import wrap
 from torchsbp.sampling import samplers
+from torchsbp.sampling.keys import draw_key
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def algorithm_1(ratio: float) -> Callable[[nn.Module], None]:
     def prepare(model: nn.Module) -> None:
         grid = tuple(model.patch_embed.grid_size)  # type: ignore[union-attr, arg-type]
         step = torch.zeros((), dtype=torch.int64, device=next(model.parameters()).device)
-        order = samplers.SAMPLERS["grid"](grid, (ratio,), samplers.draw_key(0, step, 0, 1))
+        order = samplers.SAMPLERS["grid"](grid, (ratio,), draw_key(0, step, 0, 1))
         kept = samplers.first(order, samplers.count("grid", grid, ratio))[0] + 1
         keep = torch.cat([torch.zeros_like(kept[:1]), kept])
         for block in list(model.blocks)[len(model.blocks) // 3 :]:  # type: ignore[arg-type]

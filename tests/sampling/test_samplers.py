@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torchsbp.sampling.samplers import SAMPLERS, balanced, count, draw_key, enlarge, enlarged_count, first, resolve
+from torchsbp.sampling.keys import draw_key
+from torchsbp.sampling.samplers import SAMPLERS, balanced, count, enlarge, enlarged_count, first, resolve
 
 IMAGES = [(14, 14), (8, 8), (7, 7), (6, 9), (5, 3), (1, 13), (13, 1), (12,), (7,)]
 VIDEOS = [(8, 4, 4), (7, 3, 5), (16, 2, 3), (5, 1, 1), (1, 4, 4)]

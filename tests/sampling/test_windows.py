@@ -8,6 +8,7 @@ import torch
 from timm.models.swin_transformer import SwinTransformerBlock, window_partition
 
 from torchsbp.sampling import samplers
+from torchsbp.sampling.keys import draw_key
 from torchsbp.sampling.windows import Partition, first_in_each
 
 CASES = [
@@ -21,7 +22,7 @@ CASES = [
 
 
 def order_of(partition: Partition, samples: int = 3, ratio: float = 0.5) -> torch.Tensor:
-    key = samplers.draw_key(0, torch.tensor(5), 0, samples)
+    key = draw_key(0, torch.tensor(5), 0, samples)
     return samplers.SAMPLERS["random"](partition.grid, (ratio,), key)
 
 
@@ -89,7 +90,7 @@ def test_slots_filled_and_windows_are_consistent():
 
 
 def test_shuffling_keeps_the_sets_of_the_given_counts():
-    order, key = order_of(Partition((8, 8), (4, 4), (0, 0), False)), samplers.draw_key(0, torch.tensor(1), 0, 3)
+    order, key = order_of(Partition((8, 8), (4, 4), (0, 0), False)), draw_key(0, torch.tensor(1), 0, 3)
     shuffled = samplers.shuffle(order, (16, 40), key)
     for start, end in ((0, 16), (16, 40), (40, 64)):
         assert torch.equal(shuffled[:, start:end].sort().values, order[:, start:end].sort().values)
@@ -100,7 +101,7 @@ def test_shuffling_keeps_the_sets_of_the_given_counts():
 @pytest.mark.parametrize("ratio, agreeing", [(0.5, 0.999), (0.25, 0.7)])
 def test_stages_of_swin_keep_what_the_common_order_says_and_visit_every_position(ratio, agreeing, shift):
     """Drawn on 14×14 cells, enlarged to 56×56, in windows of 7×7: cells and windows do not match."""
-    coarse, fine, key = (14, 14), (56, 56), samplers.draw_key(0, torch.tensor(0), 0, 256)
+    coarse, fine, key = (14, 14), (56, 56), draw_key(0, torch.tensor(0), 0, 256)
     order = samplers.enlarge(samplers.SAMPLERS["grid"](coarse, (ratio,), key), coarse, fine)
     k = round(ratio * 56**2)
     kept, _ = first_in_each(samplers.shuffle(order, (k,), key), Partition(fine, (7, 7), (shift, shift), False), ratio)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..ops.constants import constant, range_of
 from ..ops.device import device_of
 from ..ops.windows import Windows
-from . import area, samplers, windows
+from . import area, keys, samplers, windows
 from .area import Images
 from .windows import Grid, Partition
 
@@ -68,7 +68,7 @@ class Plan:
     def draw(self, given: Given) -> tuple[Kept, ...]:
         """What every site keeps, from (seed, step, rank)."""
         ratios = tuple(site.ratio for site in self.sites)
-        key = samplers.draw_key(self.seed, given.step, rank(), given.batch if self.per_sample is True else 1)
+        key = keys.draw_key(self.seed, given.step, rank(), given.batch if self.per_sample is True else 1)
         coarsest = self.grids[max(site.stage for site in self.sites)]
         drawn = None if self.per_block else self._order(given, coarsest, ratios, key)
         rows: dict[int, Kept] = {}
@@ -76,8 +76,8 @@ class Plan:
             if drawn is not None:
                 found = self._rows(given, drawn, stage, ratio, partition) * len(numbers)
             else:
-                keys = samplers.more_keys(key, numbers[0], len(numbers))
-                own = self._order(given, self.grids[stage], (ratio,), keys)
+                own_keys = keys.more_keys(key, numbers[0], len(numbers))
+                own = self._order(given, self.grids[stage], (ratio,), own_keys)
                 found = self._rows(given, own, stage, ratio, partition, len(numbers))
             rows.update(zip(numbers, found, strict=True))
         sites = []

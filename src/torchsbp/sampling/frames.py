@@ -9,6 +9,7 @@ from ..errors import UsageError, check_calls, expect, shown
 from ..ops.frames import encode_frames
 from ..ops.wrap import refuse_batch_norm
 from . import samplers, schedules
+from .keys import draw_key
 
 
 def sbp_frames(
@@ -35,7 +36,7 @@ def sbp_frames(
     refuse_batch_norm(encoder, "frames")
     frames = video.shape[1]
     count = torch.as_tensor(step, dtype=torch.int64, device=video.device)
-    key = samplers.draw_key(seed, count, rank, video.shape[0] if per_sample is True else 1)
+    key = draw_key(seed, count, rank, video.shape[0] if per_sample is True else 1)
     order = samplers.ordered(sampler, (frames, 1, 1), (ratio,), key)
     kept = samplers.count(sampler, (frames, 1, 1), ratio)
     if expect_per_sample(per_sample, sampler) == "balanced":

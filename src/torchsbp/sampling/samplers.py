@@ -3,16 +3,12 @@
 The kept set at ratio r is the first `count(r)` positions of the order, so counts are exact and the sets of
 unequal ratios are nested. The order is a pure function of (seed, step, rank) in integer tensor arithmetic: it
 is the same on every device, and `torch.compile` traces it without recompiling from step to step.
-
-Compiled for a GPU, sums and products of an `arange` and numbers are taken as 32-bit indices. Such numbers are therefore
-signed 32-bit ones: with `& _MASK` behind it the result is that of int64, also where it has wrapped.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,55 +16,12 @@ from torch import Tensor
 from ..errors import UsageError, UsageTypeError, shown
 from ..ops.constants import constant, known, range_of
 from ..ops.wrap import looks
+from .keys import MASK, fold, hashes, mixed, signed
+from .strata import stratified
 
 Shape = tuple[int, ...]
 Sampler = Callable[[Shape, Sequence[float], Tensor], Tensor]
 """(shape, ratios, key [samples]) -> order [samples, n] int64, a permutation of the positions per sample."""
-
-_MASK = 0xFFFFFFFF
-
-
-def _signed(c: int) -> int:
-    """The signed 32-bit number that is c modulo 2^32."""
-    return (c + 2**31) % 2**32 - 2**31
-
-
-def _mix(x: Any) -> Any:
-    """A bijection of 32-bit integers in which every input bit flips every output bit half of the time."""
-    # The multipliers are odd and below 2^31, so that a product with 32 bits never overflows int64.
-    x = ((x ^ (x >> 16)) * 0x6D52A8A5) & _MASK
-    x = ((x ^ (x >> 15)) * 0x7EEC475B) & _MASK
-    return x ^ (x >> 16)
-
-
-def _fold(key: Any, value: Any) -> Any:
-    """key' = mix(key ^ mix(value + c)): values are hashed first, since they are small and consecutive.
-
-    Of tensors, or of numbers: what is known beforehand needs no kernels.
-    """
-    return _mix(key ^ _hash(value))
-
-
-def _hash(value: Any) -> Any:
-    return _mix((value + _signed(0x9E3779B9)) & _MASK)
-
-
-@constant
-def _hashes(n: int, device: torch.device) -> Tensor:
-    """Of the positions, ``[n]``."""
-    return _hash(torch.arange(n, device=device))
-
-
-def draw_key(seed: int, step: Tensor, rank: int, samples: int) -> Tensor:
-    """Independent 32-bit keys [samples], one per mask to draw; `step` is a 0-d int64 tensor."""
-    key: Tensor = _fold(_fold(_fold(0, seed & _MASK), rank), step)
-    return _mix(key ^ _hashes(samples, step.device))
-
-
-def more_keys(key: Tensor, group: int, count: int) -> Tensor:
-    """So many times as many keys, one set after the other, independent of each other and of those of other groups."""
-    key = _fold(key, torch.full_like(key, group))
-    return _mix(key[None] ^ _hashes(count, key.device)[:, None]).flatten()
 
 
 def enlarge(order: Tensor, coarse: Shape, fine: Shape) -> Tensor:
@@ -114,7 +67,7 @@ def enlarged_count(k: int, coarse: Shape, fine: Shape) -> int:
 def shuffle(order: Tensor, counts: Sequence[int], key: Tensor) -> Tensor:
     """The order at random between these counts: for each k of them, the first k positions stay the same."""
     n = order.shape[1]
-    at_random = _mix(key[:, None] ^ _hashes(n, order.device)[order])
+    at_random = mixed(key[:, None] ^ hashes(n, order.device)[order])
     return order.gather(1, (_stretches(n, tuple(counts), order.device) + at_random).argsort(dim=1))
 
 
@@ -168,7 +121,7 @@ def _generators(shape: Shape, ratios: Sequence[float]) -> tuple[list[int], int]:
     phi = 2.0
     for _ in range(64):
         phi = (1 + phi) ** (1 / (d + 1))
-    return [_signed(round(2**32 / phi**i)) for i in range(1, d + 1)], 2**32
+    return [signed(round(2**32 / phi**i)) for i in range(1, d + 1)], 2**32
 
 
 def _lattice(shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
@@ -193,12 +146,17 @@ def _sorted_lattice(shape: Shape, a: Shape, m: int, device: torch.device) -> Ten
     v = torch.zeros((), dtype=torch.int64, device=device)
     for multiplier, size in zip(a, shape, strict=True):
         v = v.unsqueeze(-1) + multiplier * torch.arange(size, device=device)
-    return ((v.flatten() & _MASK) % m).argsort(stable=True)
+    return ((v.flatten() & MASK) % m).argsort(stable=True)
 
 
 def _random(shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
     """Positions sorted by a hash: a uniform subset for every k."""
-    return _mix(key[:, None] ^ _hashes(math.prod(shape), key.device)).argsort(dim=1, stable=True)
+    return mixed(key[:, None] ^ hashes(math.prod(shape), key.device)).argsort(dim=1, stable=True)
+
+
+def _stratified(shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
+    """Evenly spread at every scale, random otherwise: windows of every length are."""
+    return stratified(shape, key)
 
 
 def _jitter(shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
@@ -208,7 +166,7 @@ def _jitter(shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
     rank = torch.full_like(chosen, n)  # the smallest k for which a position is chosen
     for k in sorted({_count(shape, r) for r in ratios}, reverse=True):
         m = torch.arange(k + 1, device=key.device)
-        draws = _fold(key[:, None], m + (k << 16))  # values that no other k uses: choices must be independent
+        draws = fold(key[:, None], m + (k << 16))  # values that no other k uses: choices must be independent
         edges = m * n // k
         picks = edges[:-1] + draws[:, :-1] % edges.diff()
         if n % k:  # unequal stretches: a uniform rotation makes the frequencies equal again
@@ -256,6 +214,7 @@ class UnitSampler:
 SAMPLERS: dict[str, Sampler] = {
     "grid": UnitSampler(_columns, _lattice),
     "random": UnitSampler(_positions, _random),
+    "stratified": UnitSampler(_positions, _stratified),
     "frames": UnitSampler(_frames, _lattice),
     "frames_jitter": UnitSampler(_frames, _jitter, cyclic=False),
     "checkerboard": UnitSampler(_positions, _lattice),

@@ -51,6 +51,7 @@ GRID: Options = PRESETS["paper"] | {"attention": "query"}
 APART: Options = {"sampler": "random", "per_sample": True}
 BALANCED: Options = {"sampler": "random", "per_sample": "balanced"}
 OWN: Options = BALANCED | {"per_block": True}
+STRATIFIED: Options = OWN | {"sampler": "stratified"}
 ROWS: Options = {"scale": "rows"}
 DOWN: Options = {"exact_downsampling": True}
 MLP: Options = {"attention": "exact"}
@@ -82,6 +83,9 @@ ARMS: dict[str, Arm] = {
     "rows 0.25": sampled(0.25, BALANCED, ROWS, models=TOKENS),
     "own rows 0.5": sampled(0.5, OWN, ROWS, models=TOKENS),
     "own rows 0.25": sampled(0.25, OWN, ROWS, models=TOKENS),
+    "own stratified rows 0.5": sampled(0.5, STRATIFIED, ROWS, models=TOKENS),
+    "own stratified rows 0.25": sampled(0.25, STRATIFIED, ROWS, models=TOKENS),
+    "own stratified rows decreasing": sampled((0.75, 0.25), STRATIFIED, ROWS, models=TOKENS),
     "own rows decreasing": sampled((0.75, 0.25), OWN, ROWS, models=TOKENS),
     "own rows 0.5, then exact": sampled(Milestones(((0, 0.5), (FALLING, 1.0))), OWN, ROWS, models=TOKENS),
     "mlp 0.5": sampled(0.5, BALANCED, MLP, models=VIT),
@@ -94,6 +98,8 @@ ARMS: dict[str, Arm] = {
     "down exact, own rows 0.75": sampled(0.75, OWN, DOWN, ROWS, models=PYRAMID),
     "down exact, own rows 0.5": sampled(0.5, OWN, DOWN, ROWS, models=PYRAMID),
     "down exact, own rows 0.25": sampled(0.25, OWN, DOWN, ROWS, models=PYRAMID),
+    "down exact, own stratified rows 0.5": sampled(0.5, STRATIFIED, DOWN, ROWS, models=PYRAMID),
+    "down exact, own stratified rows 0.25": sampled(0.25, STRATIFIED, DOWN, ROWS, models=PYRAMID),
     "increasing": sampled((0.25, 0.75)),
     "decreasing": sampled((0.75, 0.25)),
     "last 2": sampled(0.5, blocks=2 / 12, models=VIT),

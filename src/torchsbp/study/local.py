@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..ops.wrap import sbp
 from ..sampling import samplers
+from ..sampling.keys import draw_key
 
 
 class Draw:
@@ -21,7 +22,7 @@ class Draw:
         self.keep = torch.zeros(0)
 
     def __call__(self, *_: Any) -> None:
-        key = samplers.draw_key(0, torch.tensor(self.step), 0, 1)
+        key = draw_key(0, torch.tensor(self.step), 0, 1)
         order = samplers.ordered(self.sampler, (self.side, self.side), (self.ratio,), key)
         kept = samplers.first(order, samplers.count(self.sampler, (self.side, self.side), self.ratio)).flatten()
         self.keep, self.step = torch.cat([kept.new_zeros(1), kept + 1]), self.step + 1
