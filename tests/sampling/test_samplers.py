@@ -122,7 +122,13 @@ def many_steps():
 
 @pytest.mark.parametrize("ratios", [(0.5,), (0.3,), (0.25, 0.5), (0.25, 0.4, 0.7)])
 @pytest.mark.parametrize(
-    "name, shape", [("random", (4, 5)), ("frames_jitter", (8, 1, 1)), ("frames_jitter", (7, 1, 2))]
+    "name, shape",
+    [
+        ("random", (4, 5)),
+        ("frames_jitter", (8, 1, 1)),
+        ("frames_jitter", (7, 1, 2)),
+        *(("stratified", shape) for shape in [(4, 5), (7, 7), (6, 10), (8, 8), (3, 4, 6), (9,)]),
+    ],
 )
 def test_random_samplers_visit_every_position_equally_often(name, shape, ratios, many_steps):
     for ratio in ratios:
@@ -141,7 +147,8 @@ def test_random_visits_every_pair_equally_often():
 @pytest.mark.parametrize("samples", [4, 6, 7, 64])
 @pytest.mark.parametrize("ratios", [(0.5,), (0.3,), (0.25, 0.4, 0.7)])
 @pytest.mark.parametrize(
-    "name, shape", [("grid", (14, 14)), ("grid", (4, 6, 7)), ("random", (5, 8)), ("frames", (8, 2, 2))]
+    "name, shape",
+    [("grid", (14, 14)), ("grid", (4, 6, 7)), ("random", (5, 8)), ("stratified", (7, 8)), ("frames", (8, 2, 2))],
 )
 def test_balanced_orders_keep_every_position_equally_often(name, shape, ratios, samples):
     n, counts = math.prod(shape), [count(name, shape, r) for r in ratios]
@@ -350,7 +357,7 @@ def test_an_unknown_sampler_names_the_known_ones():
 @pytest.mark.parametrize("name", ["frames", "frames_jitter"])
 @pytest.mark.parametrize("shape", [(14, 14), (12,)])
 def test_frames_of_an_image_name_the_samplers_for_images(name, shape):
-    names = ["grid", "random", "checkerboard"]
+    names = ["grid", "random", "stratified", "checkerboard"]
     text = f"samplers of frames need a video grid (t, h, w), found {shape}; for images use one of {names}"
     with pytest.raises(ValueError, match=re.escape(text)):
         count(name, shape, 0.5)
