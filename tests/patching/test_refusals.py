@@ -1,9 +1,12 @@
 """Fails loudly: what is refused, in which words, and that the model is left as it was."""
 
+import copy
+
 import pytest
 import timm
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations
 
 import torchsbp
@@ -11,7 +14,7 @@ from torchsbp import SBPConfig, schedules
 from torchsbp.errors import UsageError
 from torchsbp.patching.site import Site
 
-from ..models import LEAN, images, tiny_convnext, tiny_vit
+from ..models import LEAN, TOKENS, images, tiny_convnext, tiny_vit
 from ..steps import entry_of, step
 
 
@@ -202,6 +205,23 @@ def test_changes_inside_a_block_are_refused_when_training_begins():
     with pytest.raises(ValueError, match=r"SBPBlock was changed after torchsbp.apply: attn.proj_drop is Dropout"):
         model.train()
     torchsbp.remove(model)
+    model.train()
+
+
+@pytest.mark.parametrize("name", ["attn", "drop_path1"])
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda part: torchsbp.remove(copy.deepcopy(part))])
+def test_a_part_that_was_replaced_is_refused_when_training_begins(name, how):
+    """In the run on kept rows attention would be among these alone, and stochastic depth would be drawn anew."""
+    model = torchsbp.apply(TOKENS["differential attention"].model(drop_path=0.5), 0.5)
+    setattr(model.blocks[1], name, how(getattr(model.blocks[1], name)))
+    with pytest.raises(ValueError, match=rf"changed after torchsbp.apply: {name} is a \w+ that was not patched with"):
+        model.train()
+    assert torchsbp.check(torchsbp.apply(torchsbp.remove(model), 0.5), torch.randn(2, 3, 32, 48)).passed
+
+
+def test_a_part_that_was_wrapped_is_trained():
+    model = torchsbp.apply(TOKENS["differential attention"].model(), 0.5)
+    model.blocks[1].attn = checkpoint_wrapper(model.blocks[1].attn)
     model.train()
 
 

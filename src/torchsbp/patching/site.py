@@ -94,5 +94,5 @@ def refuse(module: nn.Module, problems: list[str]) -> None:
     if problems:
         raise UsageError(
             f"{type(module).__name__} was changed after torchsbp.apply: {'; '.join(problems)}. Call "
-            "torchsbp.remove(model) before such changes."
+            "torchsbp.remove(model) before such changes, and torchsbp.apply after them."
         )
