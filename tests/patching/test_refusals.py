@@ -219,6 +219,32 @@ def test_a_part_that_was_replaced_is_refused_when_training_begins(name, how):
     assert torchsbp.check(torchsbp.apply(torchsbp.remove(model), 0.5), torch.randn(2, 3, 32, 48)).passed
 
 
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda block: torchsbp.remove(copy.deepcopy(block))])
+@pytest.mark.parametrize("backbone", [lambda model: model, copy.deepcopy, lambda model: nn.Sequential(model)[0]])
+def test_a_block_that_was_replaced_is_refused_when_training_begins_and_by_what_would_list_it(backbone, how):
+    model = backbone(torchsbp.apply(tiny_vit().double()))
+    step(model, images())
+    model.blocks[1] = how(model.blocks[1])
+    message = r"Sequential was changed after torchsbp.apply: blocks.1 is a Block that was not patched. Call torchsbp"
+    for noticing in (model.train, lambda: torchsbp.kept(model), lambda: torchsbp.check(model, images())):
+        with pytest.raises(ValueError, match=message):
+            noticing()
+    assert torchsbp.check(torchsbp.apply(torchsbp.remove(model)).train(), images()).passed
+
+
+@pytest.mark.parametrize("change", ["shortened", "switched off", "wrapped", "compiled"])
+def test_blocks_that_are_gone_or_wrapped_are_no_reason_to_refuse(change):
+    model = torchsbp.apply(tiny_vit().double())
+    step(model, images())
+    if change == "shortened":
+        model.blocks = model.blocks[:2]
+    else:
+        how = {"switched off": lambda block: nn.Identity(), "wrapped": checkpoint_wrapper, "compiled": torch.compile}
+        model.blocks[2] = how[change](model.blocks[2])
+    model.train()
+    assert list(torchsbp.kept(model)) == ["blocks.1", "blocks.2"]
+
+
 def test_a_part_that_was_wrapped_is_trained():
     model = torchsbp.apply(TOKENS["differential attention"].model(), 0.5)
     model.blocks[1].attn = checkpoint_wrapper(model.blocks[1].attn)
