@@ -13,7 +13,6 @@ import argparse
 import os
 import re
 import resource
-import subprocess
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -31,10 +30,11 @@ from torch import nn
 
 import children
 import torchsbp
-from covered import RESULTS, ROOT, Row, append, markdown, matches, read, write_page
+from covered import RESULTS, Row, append, markdown, matches, read, write_page
 from torchsbp.adapters import find_backbones
 from torchsbp.cli.models import examine
 from torchsbp.cli.named import SIZE_OPTIONS, find_model, maker
+from torchsbp.cli.study import checkout
 
 FORKED = get_context("forkserver")  # libraries are imported once
 VIDEO = torchvision.models.list_models(module=torchvision.models.video)
@@ -153,13 +153,7 @@ def alone(name: str, seconds: float, gib: float) -> Row:
 
 def environment() -> Row:
     versions = {module.__name__: module.__version__ for module in (torch, timm, torchvision)}
-    changed = "-dirty" if git("status", "--porcelain", "src") else ""
-    commit = git("rev-parse", "--short", "HEAD") + changed
-    return {"date": time.strftime("%Y-%m-%d"), **versions, "commit": commit, "names": len(names())}
-
-
-def git(*args: str) -> str:
-    return subprocess.run(["git", *args], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    return {"date": time.strftime("%Y-%m-%d"), **versions, "commit": checkout(), "names": len(names())}
 
 
 def run(todo: Sequence[str], args: argparse.Namespace) -> None:

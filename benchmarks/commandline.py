@@ -3,7 +3,6 @@
 import argparse
 import json
 import platform
-import subprocess
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from case import MODES, Row, Setting
 from methods import METHODS
 from models import MEASURED, MODELS
+from torchsbp.cli.study import checkout
 
 
 def parser(doc: str | None, models: list[str] = MEASURED, methods: list[str] | None = None) -> argparse.ArgumentParser:
@@ -62,13 +62,12 @@ def cases(args: argparse.Namespace) -> list[Setting]:
 
 
 def environment(args: argparse.Namespace) -> dict[str, str]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     device = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     versions = {"torch": torch.__version__, "timm": timm.__version__, "python": platform.python_version()}
     return {
         "device": device,
         **versions,
-        "commit": args.commit or commit,
+        "commit": args.commit or checkout(),
         "precision": "bf16" if args.bf16 else "float32",
     }
 

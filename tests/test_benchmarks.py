@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from torchsbp.cli.study import checkout
+
 from .counting import SavedBytes
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -43,6 +45,14 @@ def test_every_method_steps_and_changes_the_weights(bench):
                 case.steps(1)
                 pairs = zip(before, case.model.parameters(), strict=True)
                 assert all(p.grad is not None and not torch.equal(old, p) for old, p in pairs), (model, title)
+
+
+def test_the_commit_is_that_of_the_package_wherever_the_command_runs(bench, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = Namespace(device="cpu", bf16=True, commit="")
+    assert bench.commandline.environment(args)["commit"] == checkout()
+    args.commit = "abc"
+    assert bench.commandline.environment(args)["commit"] == "abc"
 
 
 @pytest.mark.parametrize(

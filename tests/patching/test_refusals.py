@@ -1,9 +1,12 @@
 """Fails loudly: what is refused, in which words, and that the model is left as it was."""
 
+import copy
+
 import pytest
 import timm
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations
 
 import torchsbp
@@ -11,7 +14,7 @@ from torchsbp import SBPConfig, schedules
 from torchsbp.errors import UsageError
 from torchsbp.patching.site import Site
 
-from ..models import LEAN, images, tiny_convnext, tiny_vit
+from ..models import LEAN, TOKENS, images, tiny_convnext, tiny_vit
 from ..steps import entry_of, step
 
 
@@ -202,6 +205,49 @@ def test_changes_inside_a_block_are_refused_when_training_begins():
     with pytest.raises(ValueError, match=r"SBPBlock was changed after torchsbp.apply: attn.proj_drop is Dropout"):
         model.train()
     torchsbp.remove(model)
+    model.train()
+
+
+@pytest.mark.parametrize("name", ["attn", "drop_path1"])
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda part: torchsbp.remove(copy.deepcopy(part))])
+def test_a_part_that_was_replaced_is_refused_when_training_begins(name, how):
+    """In the run on kept rows attention would be among these alone, and stochastic depth would be drawn anew."""
+    model = torchsbp.apply(TOKENS["differential attention"].model(drop_path=0.5), 0.5)
+    setattr(model.blocks[1], name, how(getattr(model.blocks[1], name)))
+    with pytest.raises(ValueError, match=rf"changed after torchsbp.apply: {name} is a \w+ that was not patched with"):
+        model.train()
+    assert torchsbp.check(torchsbp.apply(torchsbp.remove(model), 0.5), torch.randn(2, 3, 32, 48)).passed
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda block: torchsbp.remove(copy.deepcopy(block))])
+@pytest.mark.parametrize("backbone", [lambda model: model, copy.deepcopy, lambda model: nn.Sequential(model)[0]])
+def test_a_block_that_was_replaced_is_refused_when_training_begins_and_by_what_would_list_it(backbone, how):
+    model = backbone(torchsbp.apply(tiny_vit().double()))
+    step(model, images())
+    model.blocks[1] = how(model.blocks[1])
+    message = r"Sequential was changed after torchsbp.apply: blocks.1 is a Block that was not patched. Call torchsbp"
+    for noticing in (model.train, lambda: torchsbp.kept(model), lambda: torchsbp.check(model, images())):
+        with pytest.raises(ValueError, match=message):
+            noticing()
+    assert torchsbp.check(torchsbp.apply(torchsbp.remove(model)).train(), images()).passed
+
+
+@pytest.mark.parametrize("change", ["shortened", "switched off", "wrapped", "compiled"])
+def test_blocks_that_are_gone_or_wrapped_are_no_reason_to_refuse(change):
+    model = torchsbp.apply(tiny_vit().double())
+    step(model, images())
+    if change == "shortened":
+        model.blocks = model.blocks[:2]
+    else:
+        how = {"switched off": lambda block: nn.Identity(), "wrapped": checkpoint_wrapper, "compiled": torch.compile}
+        model.blocks[2] = how[change](model.blocks[2])
+    model.train()
+    assert list(torchsbp.kept(model)) == ["blocks.1", "blocks.2"]
+
+
+def test_a_part_that_was_wrapped_is_trained():
+    model = torchsbp.apply(TOKENS["differential attention"].model(), 0.5)
+    model.blocks[1].attn = checkpoint_wrapper(model.blocks[1].attn)
     model.train()
 
 

@@ -39,11 +39,16 @@ def test_results_have_the_commit_of_the_checkout(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "__file__", str(tmp_path / "src" / "torchsbp" / "cli" / "study.py"))
     assert command.checkout() == ""  # installed from a package
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
-    (tmp_path / "file").write_text("a")
-    for words in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
+    source, result = tmp_path / "src" / "file.py", tmp_path / "result"
+    source.parent.mkdir()
+    for file in (source, result):
+        file.write_text("a")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *words], check=True)
     assert re.fullmatch("[0-9a-f]{7,}", command.checkout())
-    (tmp_path / "file").write_text("b")
+    result.write_text("b")
+    assert re.fullmatch("[0-9a-f]{7,}", command.checkout())
+    source.write_text("b")
     assert command.checkout().endswith("-dirty")
 
 

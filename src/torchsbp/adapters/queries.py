@@ -109,8 +109,10 @@ def by_use(m: Any, parameter: Tensor) -> tuple[Tensor, ...]:
     return parameter.chunk(3)
 
 
-def multihead_attention(m: Any, x: Tensor, everything: Tensor, positions: Tensor, *same: Tensor, **masks: Any) -> Any:
-    return nn.MultiheadAttention.forward(m, x, everything, everything, **masks)
+def multihead_attention(
+    m: Any, x: Tensor, everything: Tensor, positions: Tensor, key: Tensor, value: Tensor, *masks: Any, **more: Any
+) -> Any:
+    return nn.MultiheadAttention.forward(m, x, key, value, *masks, **more)
 
 
 KEPT_QUERY_ATTENTION: dict[str, KeptQueryAttention] = {

@@ -171,12 +171,16 @@ def machine(commit: str | None) -> dict[str, str]:
 
 
 def checkout() -> str:
-    """The commit that this file is of; "" where it was installed from a package, or git is missing."""
+    """The commit that this file is of, "-dirty" where the package was changed since; "" where it was installed, or git
+    is missing. Results may lie in the same tree, and change while they are written."""
     folder = Path(__file__).parents[3]
     if not (folder / ".git").exists():
         return ""
-    asked = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
     try:
-        return subprocess.run(asked, capture_output=True, text=True, timeout=10).stdout.strip()
+        commit, changes = (
+            subprocess.run(["git", "-C", folder, *asked], capture_output=True, text=True, timeout=10).stdout.strip()
+            for asked in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "src"])
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
+    return f"{commit}-dirty" if changes else commit

@@ -82,12 +82,13 @@ def kept(model: nn.Module) -> dict[str, Tensor]:
     A backbone that is called more than once before a backward has other masks in each call: these are the last one's.
     Left out are backbones whose sampled blocks have not trained.
     """
-    positions = {
-        entry.prefix + site.name: entry.masks.positions_kept(entry.masks.drawn, index, entry.step(module).device)
-        for entry, module in patched_entries(model)
-        if entry.masks.drawn is not None
-        for index, site in enumerate(entry.masks.sites)
-    }
+    positions = {}
+    for entry, module in patched_entries(model):
+        entry.check(module)
+        if entry.masks.drawn is not None:
+            for index, site in enumerate(entry.masks.sites):
+                rows = entry.masks.positions_kept(entry.masks.drawn, index, entry.step(module).device)
+                positions[entry.prefix + site.name] = rows
     if not positions:
         raise UsageTimeError("no forward has run in training mode with gradients: there are no kept positions yet")
     return positions
@@ -190,7 +191,11 @@ def strategies_for(
         tuple(site_spec(its, rule.heads) for its in sampled),
         config.capture,
     )
-    modules = tuple(SampledModule(s.name, s.module, s.depth, s.description) for s in sampled if s.depth is not None)
+    modules = tuple(
+        SampledModule(s.name, s.module, model.get_submodule(s.name.rpartition(".")[0]), s.depth, s.description)
+        for s in sampled
+        if s.depth is not None
+    )
     entry = Entry(config, masks, layout, modules, f"{name}." if name else "")
     if isinstance(config.keep_ratio, schedules.Milestones):
         for step, _ in config.keep_ratio.points:

@@ -48,7 +48,8 @@ def check(model: nn.Module, *inputs: Any) -> Check:
     positions are kept, and past it, along the residual path, where they are dropped. With scale="rows" what the block
     adds to the residual path is weighted where it is kept. The model is not changed.
     """
-    for entry, _ in patched_entries(model):
+    for entry, module in patched_entries(model):
+        entry.check(module)
         config = entry.config
         if config.attention != "query" or config.scale == "weight":
             raise UsageError(

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from ..adapters.base import Description
 from ..adapters.layouts import Layout
+from ..adapters.names import bare_name, find
 from ..config import SBPConfig
 from ..errors import UsageError, UsageTimeError
 from ..sampling import schedules
 from ..sampling.masks import Masks
 from .patches import embed
-from .site import Site, Strategy, bind, recomputing
+from .sampled import SampledBlock
+from .site import Site, Strategy, bind, recomputing, refuse
 
 STEP = "sbp_step"
 """The step counter, a buffer of the entry: it follows the model to its device."""
@@ -23,10 +25,12 @@ STEP = "sbp_step"
 
 @dataclass(frozen=True)
 class SampledModule:
-    """A sampled block or down-sampling layer: its name in the backbone, its place over depth, its description."""
+    """A sampled block or down-sampling layer: its name in the backbone, the module that holds it, its place over depth,
+    its description."""
 
     name: str
     module: nn.Module
+    home: nn.Module
     depth: int
     description: Description
 
@@ -68,6 +72,18 @@ class Entry(Strategy):
                 self.counts = True
             self.masks.begin(x.shape[0], self.layout.grid(module, x, y), self.step(module))
         return y
+
+    def check(self, module: nn.Module) -> None:
+        """An error if a sampled module was replaced by another one, which would train plainly."""
+        for sampled in self.sampled:
+            found = find(sampled.home, sampled.name.rpartition(".")[2])
+            if found is not None and next(found.parameters(), None) is not None and not self.samples(found):
+                refuse(sampled.home, [f"{sampled.name} is a {bare_name(found)} that was not patched"])
+
+    def samples(self, module: nn.Module) -> bool:
+        """Whether a module, or what it was wrapped around, reads the masks that are drawn here."""
+        strategies = (its.sbp for its in module.modules() if isinstance(its, Site))
+        return any(isinstance(its, SampledBlock) and its.sampling.masks is self.masks for its in strategies)
 
     def step(self, module: nn.Module) -> Tensor:
         """The counter of training forwards."""

@@ -290,11 +290,13 @@ class Mixer(Inside):
         mixer: A.Mixer = self.part
         assert replay.rows is not None
         everything = x if mixer.whole else mixer.input_of(self.block, R.new_value(replay.x))
-        attention = kept_query_attention_of(module, kwargs)
+        others = [everything if arg is x else arg for arg in args]  # keys and values, which are x as queries are
+        named = {name: everything if arg is x else arg for name, arg in kwargs.items()}
+        attention = kept_query_attention_of(module, named)
         if attention is not None:
             kept = R.take_map(x, replay.rows, mixer.dim) if mixer.whole else x
-            return attention(module, kept, everything, replay.positions, *args, **kwargs)
-        y = forward(everything, *(everything if arg is x else arg for arg in args), **kwargs)
+            return attention(module, kept, everything, replay.positions, *others, **named)
+        y = forward(everything, *others, **named)
         if isinstance(y, tuple):
             return R.take_map(y[0], replay.rows, mixer.dim), *y[1:]
         return R.take_map(y, replay.rows, mixer.dim)

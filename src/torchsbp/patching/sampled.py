@@ -1,7 +1,7 @@
 """Sampled blocks: what their strategies share, and which strategy runs which description."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from inspect import signature
 from operator import index
@@ -10,12 +10,13 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..adapters.names import bare_name
 from ..errors import UsageError, shown
 from ..ops.layers import BackwardOptions
 from ..ops.rows import RowWeight
 from ..ops.rules import Rule
 from ..sampling.masks import Kept, Masks
-from .site import Strategy, original, refuse
+from .site import Site, Strategy, original, refuse
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,16 @@ class SampledBlock(Strategy):
 
     def check(self, module: nn.Module) -> None:
         """A block that was changed since ``apply`` is refused instead of misread."""
-        refuse(module, list(self.description.problems(module)))
+        refuse(module, list(self.description.problems(module)) or list(unbound(self.description, module)))
+
+
+def unbound(description: Any, block: nn.Module) -> Iterator[str]:
+    """Parts that were put into a patched block later: they do not know when they see kept rows only."""
+    names = {module: name for name, module in block.named_modules()}
+    for part, _ in description.bindings(block):
+        sites = [module.sbp for module in part.modules() if isinstance(module, Site)]  # a part may have been wrapped
+        if not any(vars(strategy).get("block", block) is block for strategy in sites):
+            yield f"{names[part]} is a {bare_name(part)} that was not patched with the block"
 
 
 def refuse_attentions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ copies and sharding are seen; that its parts are still those the ops know is che
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 class Strategy:
     """What a patched module does, by itself what its own class does. It is the module's ``sbp``."""
+
+    input = ""
+    """The name of the first argument of the module's own forward, which comes to a strategy by position always."""
 
     def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return original(module)(*args, **kwargs)
@@ -35,6 +39,8 @@ class Site(nn.Module):
     sbp: Strategy = Strategy()  # of modules that are made by calling a patched one's class, as peft makes LoRA's
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not args and self.sbp.input in kwargs:
+            args = (kwargs.pop(self.sbp.input),)
         return self.sbp.forward(self, *args, **kwargs)
 
     def train(self, mode: bool = True) -> Self:
@@ -71,6 +77,7 @@ def _rebuild(base: type[nn.Module]) -> nn.Module:
 
 
 def bind(module: nn.Module, strategy: Strategy) -> None:
+    strategy.input = next(iter(signature(module.forward).parameters), "")
     module.__class__ = bound_class(type(module))
     module.sbp = strategy  # type: ignore[assignment]
 
@@ -94,5 +101,5 @@ def refuse(module: nn.Module, problems: list[str]) -> None:
     if problems:
         raise UsageError(
             f"{type(module).__name__} was changed after torchsbp.apply: {'; '.join(problems)}. Call "
-            "torchsbp.remove(model) before such changes."
+            "torchsbp.remove(model) before such changes, and torchsbp.apply after them."
         )
