@@ -10,7 +10,7 @@ from torchsbp import SBPConfig
 from ..models import WINDOWS
 from ..oracle import check_definition
 
-SAMPLERS = ["frames", "frames_jitter", "checkerboard", "grid", "random"]
+SAMPLERS = ["frames", "frames_jitter", "checkerboard", "grid", "random", "stratified"]
 
 
 @pytest.mark.parametrize("name", ["video swin", "video swin, padded"])
