@@ -28,7 +28,9 @@ class SBPConfig:
       pair (first, last sampled block), a list with one ratio per sampled block, or ``schedules.Milestones`` over
       training. "default" and "fast" are what the evidence recommends for the model's family: ``apply`` puts its numbers
       in their place, ``blocks`` too where that is None.
-    - ``sampler``: a name in ``samplers.SAMPLERS`` or a callable of that type.
+    - ``sampler``: a name in ``samplers.SAMPLERS`` or a callable of that type; or "norm": every block chooses positions
+      in backward, with probabilities that follow the norms of their cotangents. That is far less noise, and needs the
+      memory of exact gradients.
     - ``attention``: which gradients an attention layer drops: "query", "qkv", "head", or "exact" for none: then the MLP
       alone is sampled.
     - ``blocks``: which blocks are sampled. None: those of the papers for the model's family; a fraction of the blocks,
@@ -68,7 +70,8 @@ class SBPConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep_ratio", schedules.validate(self.keep_ratio))
-        samplers.resolve(self.sampler)
+        if self.sampler not in samplers.IN_BACKWARD:
+            samplers.resolve(self.sampler, samplers.IN_BACKWARD)
         one_of("attention", self.attention, RULES)
         one_of("scope", self.scope, SCOPES)
         one_of("exact_downsampling", self.exact_downsampling, (True, False))
@@ -99,6 +102,8 @@ class SBPConfig:
                 'per_block=True with scope="block" leaves only positions that every block keeps; use scope="branch", '
                 "or per_block=False"
             )
+        if self.sampler in samplers.IN_BACKWARD:
+            refuse_drawn_masks(self)
         one_of("capture", self.capture, (True, False))
         if not isinstance(self.recompute, (bool, int, float)) or not 0 <= self.recompute <= 1:
             raise UsageError(f"recompute={self.recompute!r} is not allowed; allowed: True, False, a number in [0, 1]")
@@ -119,7 +124,23 @@ class SBPConfig:
 
 def cyclic(sampler: str | samplers.Sampler) -> bool:
     """Whether its orders may be read from any start."""
-    return bool(getattr(samplers.resolve(sampler), "cyclic", False))
+    return sampler not in samplers.IN_BACKWARD and bool(getattr(samplers.resolve(sampler), "cyclic", False))
+
+
+def refuse_drawn_masks(config: SBPConfig) -> None:
+    """An error if it asks for what positions that are chosen in backward do not have."""
+    needed = {
+        "attention": ("query", "exact"), "scope": ("branch",), "per_sample": (True,), "per_block": (True,),
+        "scale": ("rows",), "exact_downsampling": (True,),
+    }  # fmt: skip
+    for name, allowed in needed.items():
+        if getattr(config, name) not in allowed:
+            values = " or ".join(map(repr, allowed))
+            raise UsageError(
+                f"sampler={config.sampler!r} chooses positions in backward, in every block and sample, and counts each "
+                f"one over its probability; {name}={getattr(config, name)!r} does not go with that. Use "
+                f"{name}={values}, or another sampler: {list(samplers.SAMPLERS)}"
+            )
 
 
 def suiting(config: SBPConfig) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torchsbp.ops import mlp
 from torchsbp.ops.activations import ACTIVATIONS, GATED, Activation
 from torchsbp.ops.attention import attention_branch
 from torchsbp.ops.block import transformer_block
+from torchsbp.ops.chosen import marks
 from torchsbp.ops.device import CPU, CUDA, substituted
 from torchsbp.ops.downsample import DownsampleSpec, downsample
 from torchsbp.ops.heads import AttentionSpec
@@ -110,11 +111,12 @@ def test_keep(rows_first, x_rows, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [False, True])
 @pytest.mark.parametrize("factor", [False, True])
-@pytest.mark.parametrize("weight", [None, RowWeight(3.3, 2)])
+@pytest.mark.parametrize("weight", [None, RowWeight(3.3, 2), "by row"])
 @pytest.mark.parametrize("ratio", [1.0, 0.3])
 def test_cotangent(ratio, weight, factor, scale, dtype):
     dy, rows = randn(SAMPLES * N, C), rows_of(ratio)
     args = dy, rows, randn(SAMPLES) if factor else None, randn(C) if scale else None, SAMPLES, dtype
+    weight = randn(SAMPLES * N if rows is None else len(rows)) if weight == "by row" else weight
     found = check(lambda steps: steps.cotangent(*args, total="output", weight=weight), C, dtype == torch.bfloat16)
     assert scale or found[0] is found[1]
 
@@ -264,13 +266,14 @@ def norm_of(affine: bool, kind: str = "layer") -> Affine:
 
 @pytest.mark.parametrize("scale", [False, True])
 @pytest.mark.parametrize("kind", ["layer", "rms"])
-@pytest.mark.parametrize("weight", [None, RowWeight(3.3, 2)])
+@pytest.mark.parametrize("weight", [None, RowWeight(3.3, 2), "by row"])
 @pytest.mark.parametrize("ratio", [1.0, 0.3])
 def test_norm_backward_middle(ratio, weight, kind, scale):
     rows, dy, norm = rows_of(ratio), randn(SAMPLES * N, C), norm_of(True, kind)
     x = randn(dy.shape[0] if rows is None else rows.shape[0], C)
     n, dn = norm_again(x, *norm, None), randn(*x.shape)
     args = (randn(SAMPLES), randn(C)) if scale else (None, None)
+    weight = randn(x.shape[0]) if weight == "by row" else weight
 
     def run(steps):
         middle, cotangent = steps.norm_backward_middle(
@@ -384,6 +387,22 @@ def test_ops_take_the_same_gradients_from_the_kernels(op, ratio, rule, scope, re
     blocks = {"block": (x, *p1, *p2), "post-norm block": (x, *post1, *post2)}
     leaves = {**blocks, "attention": (x, *p1), "inner-norm mlp": (x, *gate)}.get(op, (x, *p2))
     compare(run, leaves)
+
+
+@pytest.mark.parametrize("op, rule", [("block", "query"), ("block", "exact"), ("mlp", "query")])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_rows_that_are_chosen_in_backward_take_the_same_gradients_from_the_kernels(recompute, op, rule):
+    x = randn(B, SIDE * SIDE, WIDTH).requires_grad_()
+    p1 = on_device(attention_params(WIDTH, HEADS, dtype=torch.float32))
+    p2 = on_device(mlp_params(WIDTH, 2 * WIDTH, dtype=torch.float32))
+    spec, factor = AttentionSpec(HEADS, 0.25, rule=RULES[rule]), torch.tensor([0.5, 2.0], device=DEVICE)
+    options = BackwardOptions(recompute=recompute, row_weight=RowWeight(2.0, 1))
+    at = marks(torch.tensor([0.3, 0.6], dtype=torch.float64, device=DEVICE), 5)
+    if op == "mlp":
+        compare(lambda: mlp_branch(x, None, p2, marks=at, factor=factor, options=options), (x, *p2))
+        return
+    given = {"marks": at, "factors": (factor, factor), "options": options}
+    compare(lambda: transformer_block(x, None, p1, spec, p2, MLPSpec(), **given), (x, *p1, *p2))
 
 
 @pytest.mark.parametrize("act, inner_norm", [("gelu", None), (GATED + "silu", None), (GATED + "silu", Norm())])

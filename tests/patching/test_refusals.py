@@ -45,7 +45,7 @@ def test_ratio_of_a_wrong_type(ratio):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"sampler": "gird"}, r"unknown sampler 'gird'.*'grid', 'random', 'frames', 'frames_jitter', 'checkerboard'"),
+        ({"sampler": "gird"}, r"unknown sampler 'gird'.*'grid', 'random', 'stratified', 'frames', .*, 'norm'\]"),
         ({"attention": "kv"}, r"attention='kv' is not allowed; allowed: 'query', 'qkv', 'head', 'exact'"),
         ({"scope": "layer"}, r"scope='layer' is not allowed; allowed: 'branch', 'block'"),
         ({"scale": "both"}, r"scale='both' is not allowed; allowed: 'auto', 'none', 'weight', 'rows'"),
@@ -56,8 +56,20 @@ def test_ratio_of_a_wrong_type(ratio):
         ({"per_sample": "all"}, r"per_sample='all' is not allowed; allowed: 'auto', False, True, 'balanced'"),
         (
             {"per_sample": "balanced", "sampler": "frames_jitter"},
-            r"does not allow; use per_sample=True, or one of the samplers \['grid', 'random', 'frames', 'check",
+            r"does not allow; use per_sample=True, or one of the samplers \['grid', .*'frames', 'checkerboard'\]",
         ),
+        (
+            {"sampler": "norm", "attention": "qkv"},
+            r"attention='qkv' does not go with that. Use attention='query' or 'exact'",
+        ),
+        ({"sampler": "norm", "per_sample": False}, r"per_sample=False does not go with that. Use per_sample=True"),
+        ({"sampler": "norm", "per_sample": "balanced"}, r"which sampler='norm' does not allow; use per_sample=True"),
+        (
+            {"sampler": "norm", "per_block": False},
+            r"per_block=False does not go with that. Use per_block=True, or another",
+        ),
+        ({"sampler": "norm", "scale": "none"}, r"scale='none' does not go with that. Use scale='rows'"),
+        ({"sampler": "norm", "scope": "block"}, r"scope='block' does not go with that. Use scope='branch'"),
         ({"per_block": True, "scope": "block"}, r"that every block keeps; use scope=\"branch\", or per_block=False"),
         ({"exact_downsampling": 2}, r"exact_downsampling=2 is not allowed; allowed: True, False"),
         ({"blocks": 1.5}, r"blocks=1.5 is not allowed; use None .* a fraction in \(0, 1\]"),

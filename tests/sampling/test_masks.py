@@ -43,7 +43,7 @@ def test_modules_of_one_stage_and_ratio_share_their_rows():
 
 
 def test_all_is_none():
-    assert all(record == (None, None, None, None) for record in begun(masks(1.0, 1.0, 1.0, 1.0)).drawn.sites)
+    assert all(record == (None,) * 5 for record in begun(masks(1.0, 1.0, 1.0, 1.0)).drawn.sites)
 
 
 def test_prefix_tokens_are_always_kept_and_come_first():

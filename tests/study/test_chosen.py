@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 import torchsbp
-from torchsbp.study.chosen import apply_chosen, drawn, even, largest, probabilities, weighed
+from torchsbp.ops.chosen import probabilities
+from torchsbp.study.chosen import apply_chosen, drawn, even, largest, weighed
 from torchsbp.study.models import build
 
 
@@ -39,13 +40,6 @@ def cells(p):
     """The stretches of ``start`` that keep the same rows, their widths and middles."""
     cuts = torch.cat([torch.zeros(1), -p.cumsum(1)[0] % 1, torch.ones(1)]).sort().values
     return cuts.diff(), (cuts[1:] + cuts[:-1]) / 2
-
-
-def test_probabilities_follow_norms_and_add_up():
-    norms = [[1.0, 2.0, 3.0, 4.0], [1.0, 1.0, 2.0, 96.0], [0.0, 0.0, 0.0, 5.0], [0.0] * 4]
-    expected = [[0.2, 0.4, 0.6, 0.8], [0.25, 0.25, 0.5, 1.0], [1 / 3, 1 / 3, 1 / 3, 1.0], [0.5] * 4]
-    found = probabilities(torch.tensor(norms), 2)
-    assert torch.allclose(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12)
 
 
 def test_rows_are_kept_as_often_as_their_probability_says():

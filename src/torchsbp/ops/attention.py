@@ -136,6 +136,14 @@ def attention_saved(
     return saved._replace(q=take_head_rows(q, rows), k=take_head_rows(k, kv_rows), v=take_head_rows(v, kv_rows))
 
 
+def attention_kept(saved: AttentionSaved, rows: Tensor, inverse: Grad) -> AttentionSaved:
+    """Of what was saved of all rows, that of the rows that are kept."""
+    x, o, lse, q, *_ = saved
+    _, o, lse = device_of(x).save_attention(x, o.view(*x.shape[:2], -1), lse, rows, x.dtype, False)
+    q = None if q is None else take_head_rows(q, rows)
+    return saved._replace(o=o, lse=lse, q=q, rows=rows, inverse=inverse)
+
+
 def attention_columns(p: AttentionParams, spec: AttentionSpec) -> int:
     """Of the totals of the branch: "attention_output", "attention_qkv", "attention_norm_weight", "…_norm_bias"."""
     width = sum(weight.shape[0] for weight in p.qkv_weights)

@@ -18,9 +18,11 @@ from .attention import (
     attention_forward,
     attention_gradients,
     attention_input_backward,
+    attention_kept,
     attention_saved,
 )
 from .captured import captured_backward, captured_forward
+from .chosen import choose
 from .compiling import op
 from .device import device_of
 from .heads import AttentionParams, AttentionSpec, AttentionWeights, attention_weights
@@ -52,17 +54,19 @@ def transformer_block(
     mlp_spec: MLPSpec,
     *,
     inverse: Tensor | None = None,
+    marks: Tensor | None = None,
     factors: tuple[Tensor | None, Tensor | None] = (None, None),
     options: BackwardOptions = BackwardOptions(),
     cut: Cut = NO_WINDOWS,
 ) -> Tensor:
     """The block on ``x [B, ..., C]`` under a rule that samples rows, or none of them in its attention; ``factors``:
-    stochastic depth of the two branches; ``inverse``: that of ``rows`` if it is at hand; ``cut``: the windows of
-    attention, if it has any."""
+    stochastic depth of the two branches; ``inverse``: that of ``rows`` if it is at hand; ``marks [B, k]``: instead of
+    rows, where these are chosen in backward (``chosen.py``); ``cut``: the windows of attention, if it has any."""
+    assert marks is None or (rows is None and cut is NO_WINDOWS), "rows of windows are not chosen in backward"
     assert not attention_spec.rule.heads, "heads are sampled by attention_branch"
     dtype = autocast_dtype(x)
     specs = attention_spec._replace(dtype=dtype), mlp_spec._replace(dtype=dtype)
-    inputs = BlockInputs(x, rows, inverse, *factors, *specs, options)
+    inputs = BlockInputs(x, rows, inverse, marks, *factors, *specs, options)
     return _run_block(*inputs, *cut, *attention, *mlp)
 
 
@@ -72,6 +76,7 @@ class BlockInputs(NamedTuple):
     x: Any
     rows: R.Rows = None
     inverse: Grad = None
+    marks: Grad = None
     attention_factor: Grad = None
     mlp_factor: Grad = None
     attention_spec: AttentionSpec | None = None
@@ -85,6 +90,7 @@ class BlockSaved(NamedTuple):
 
     rows: R.Rows
     inverse: Grad
+    marks: Grad
     h: Grad
     attention_factor: Grad
     mlp_factor: Grad
@@ -95,7 +101,7 @@ class _TransformerBlock(torch.autograd.Function):
     @partial(captured_forward, compiled=True)
     def forward(ctx: Any, *flat: Any) -> Tensor:
         inputs, cut, p1, p2 = split(flat, BlockInputs, Cut, AttentionParams, MLPParams)
-        x, rows, inverse, factor1, factor2, spec1, spec2, options = inputs
+        x, rows, inverse, marks, factor1, factor2, spec1, spec2, options = inputs
         shape, kept, place = x.shape, rows, inverse
         x = R.in_rows(x.flatten(1, -2))
         if not spec1.rule.query_rows:  # attention keeps all rows, and all slots of its windows
@@ -111,7 +117,7 @@ class _TransformerBlock(torch.autograd.Function):
         x = x + (y if factor1 is None else y * factor1.view(-1, 1, 1))
         del y
         y, kept_h = mlp_forward(x, rows, p2, weights2, spec2, options.recompute)
-        ctx.save_for_backward(*saved, *BlockSaved(rows, inverse, kept_h, factor1, factor2), *cut, *p1, *p2)
+        ctx.save_for_backward(*saved, *BlockSaved(rows, inverse, marks, kept_h, factor1, factor2), *cut, *p1, *p2)
         ctx.static = spec1, spec2, options, x.dtype
         y = y if factor2 is None else y * factor2.view(-1, 1, 1)
         return x + y if len(shape) == 3 else x.view(shape) + y.view(shape)  # FSDP warns of modules that return a view
@@ -123,13 +129,18 @@ class _TransformerBlock(torch.autograd.Function):
         parts = AttentionSaved, BlockSaved, Cut, AttentionParams, MLPParams
         saved, more, cut, p1, p2 = split(ctx.saved_tensors, *parts)
         _, _, needs1, needs2 = split(ctx.needs_input_grad, BlockInputs, Cut, AttentionParams, MLPParams)
-        rows, inverse, h, factor1, factor2 = more
+        rows, inverse, marks, h, factor1, factor2 = more
         spec1, spec2, options, x_dtype = ctx.static
         shape, samples, dtype, dy = dy.shape, dy.shape[0], saved.o.dtype, R.flat(dy)
         device = device_of(saved.x)
         steps = device.steps(saved.x, mlp_columns(p2, spec2) + attention_columns(p1, spec1))
 
-        weight = options.row_weight
+        weight: R.Weight = options.row_weight
+        if marks is not None:
+            rows, inverse, weight = choose(dy, marks, options)
+            h = None if h is None else R.take(h, rows)
+            if spec1.rule.query_rows:
+                saved = attention_kept(saved, rows, inverse)
         kept_dy = steps.cotangent(dy, rows, factor2, p2.scale, samples, dtype, total="mlp_output", weight=weight)
         weights = device.cast(dtype, *attention_weights(p1), *mlp_weights(p2)[:3], None, after=dy)
         weights1, weights2 = split(weights, AttentionWeights, MLPWeights)

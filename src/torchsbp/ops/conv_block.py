@@ -50,14 +50,15 @@ def conv_block(
     mlp_spec: MLPSpec,
     *,
     inverse: Tensor | None = None,
+    marks: Tensor | None = None,
     factor: Tensor | None = None,
     options: BackwardOptions = BackwardOptions(),
 ) -> Tensor:
     """The block on ``x [B, C, H, W]``, of scope "branch"; ``factor [B]`` is stochastic depth's factor per sample,
-    ``inverse`` that of ``rows`` if it is at hand."""
+    ``inverse`` that of ``rows`` if it is at hand, ``marks [B, k]`` stand for rows that are chosen in backward."""
     assert options.scope == "branch"
     spec = mlp_spec._replace(dtype=autocast_dtype(x))
-    return _run_conv_block(*ConvInputs(x, rows, inverse, factor, conv_spec, spec, options), *conv, *mlp)
+    return _run_conv_block(*ConvInputs(x, rows, inverse, marks, factor, conv_spec, spec, options), *conv, *mlp)
 
 
 class ConvInputs(NamedTuple):
@@ -66,6 +67,7 @@ class ConvInputs(NamedTuple):
     x: Any
     rows: R.Rows = None
     inverse: Grad = None
+    marks: Grad = None
     factor: Grad = None
     conv_spec: ConvSpec | None = None
     mlp_spec: MLPSpec | None = None
@@ -87,12 +89,13 @@ class _ConvBlock(torch.autograd.Function):
     @staticmethod
     @partial(captured_forward, part=PART)
     def forward(ctx: Any, *flat: Any) -> Tensor:
-        (x, rows, inverse, factor, conv_spec, spec, options), conv, mlp = split(flat, ConvInputs, ConvParams, MLPParams)
+        inputs, conv, mlp = split(flat, ConvInputs, ConvParams, MLPParams)
+        x, rows, inverse, marks, factor, conv_spec, spec, options = inputs
         weight, bias = device_of(x).cast(spec.dtype, *conv)
         seen = cast(x, spec.dtype)
         u = F.conv2d(seen, weight, bias, 1, *conv_spec).permute(0, 2, 3, 1)
         branch = Noted()
-        y = branch_forward(branch, *MLPInputs(u, rows, inverse, factor, spec, False, options), *mlp)
+        y = branch_forward(branch, *MLPInputs(u, rows, inverse, marks, factor, spec, False, options), *mlp)
         ctx.save_for_backward(*ConvSaved(seen, weight), *branch.saved)
         ctx.static = conv_spec, conv.weight.dtype, x.dtype, branch.static
         return y.permute(0, 3, 1, 2) + x

@@ -113,10 +113,12 @@ def given_inverse(rows: R.Rows, inverse: Grad, size: int) -> Grad:
     return R.inverse(rows, size) if inverse is None and rows is not None else inverse
 
 
-def row_weight(weight: R.RowWeight | None) -> dict[str, Any]:
+def row_weight(weight: R.Weight) -> dict[str, Any]:
     """What a kernel is told about it."""
-    value, prefix = weight or R.RowWeight(1.0)
-    return {"row_weight": value, "prefix": prefix, "WEIGHTED": weight is not None}
+    by_row = isinstance(weight, Tensor)
+    value, prefix = weight if isinstance(weight, R.RowWeight) else R.RowWeight(1.0)
+    weighted = {"WEIGHTED": weight is not None, "BY_ROW": by_row}
+    return {"counts": weight if by_row else None, "row_weight": value, "prefix": prefix, **weighted}
 
 
 class KernelSteps(Steps):
@@ -167,7 +169,7 @@ class KernelSteps(Steps):
 
     def cotangent(
         self, dy: Tensor, rows: R.Rows, factor: Grad, scale: Grad, samples: int, dtype: torch.dtype, *,
-        total: str, weight: R.RowWeight | None = None,
+        total: str, weight: R.Weight = None,
     ) -> Cotangent:  # fmt: skip
         dy = dy.contiguous()
         count, C = dy.shape[0] if rows is None else rows.shape[0], dy.shape[1]
@@ -258,7 +260,7 @@ class KernelSteps(Steps):
     def norm_backward_middle(
         self, dn: Tensor, n: Normed, norm: Affine, dy: Tensor, rows: R.Rows,
         factor: Grad, scale: Grad, samples: int, dtype: torch.dtype, *,
-        norm_total: str, total: str, weight: R.RowWeight | None = None,
+        norm_total: str, total: str, weight: R.Weight = None,
     ) -> tuple[Tensor, Cotangent]:  # fmt: skip
         if norm.static.kind == "none":
             return super().norm_backward_middle(
@@ -297,7 +299,7 @@ class KernelSteps(Steps):
         inverse: Grad = None, dn_kept: Grad = None, kept: Grad = None,
         base: Grad = None, base_rows: Grad = None, gated: bool = False,
         half: Grad = None, scaled: Grad = None, factor: Grad = None, scale: Grad = None, samples: int = 1,
-        half_total: str = "", row: R.RowWeight | None = None, dx: Grad = None,
+        half_total: str = "", row: R.Weight = None, dx: Grad = None,
     ) -> Tensor:  # fmt: skip
         """The kernel's sums are side by side: the norm's weight, its bias, and if there is a ``half``, that's.
         ``dx`` is written to if it is given; it may be dn."""

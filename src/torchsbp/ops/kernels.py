@@ -17,9 +17,17 @@ RELU = tl.constexpr(ACTIVATION_CODES["relu"])
 
 
 @triton.jit
+def counted(counts, r, here, per_sample, row_weight, prefix, BY_ROW: tl.constexpr):
+    """How often rows count."""
+    if BY_ROW:
+        return tl.load(counts + r, here, 0.0).to(tl.float32)
+    return tl.where(r % per_sample < prefix, 1.0, row_weight)
+
+
+@triton.jit
 def cotangent(
-    dy, rows, factor, scale, half, scaled, sums, first, columns, count, per_sample, row_weight, prefix,
-    C: tl.constexpr, WEIGHTED: tl.constexpr,
+    dy, rows, counts, factor, scale, half, scaled, sums, first, columns, count, per_sample, row_weight, prefix,
+    C: tl.constexpr, WEIGHTED: tl.constexpr, BY_ROW: tl.constexpr,
     HAS_ROWS: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     c = tl.arange(0, BLOCK)
@@ -31,7 +39,7 @@ def cotangent(
         source = tl.load(rows + r, r < count, 0) if HAS_ROWS else r.to(tl.int64)
         d = tl.load(dy + source[:, None] * C + c[None, :], here, 0.0).to(tl.float32)
         if WEIGHTED:
-            d *= tl.where(r % per_sample < prefix, 1.0, row_weight)[:, None]
+            d *= counted(counts, r, r < count, per_sample, row_weight, prefix, BY_ROW)[:, None]
         if HAS_FACTOR:
             d *= tl.load(factor + r // per_sample, r < count, 0.0).to(tl.float32)[:, None]
         total += d
@@ -241,8 +249,9 @@ def stack(
 
 @triton.jit
 def norm_backward(
-    dn, dn_kept, x, mean, rstd, weight, kept, base, base_rows, inverse, dx, half, scaled, factor, scale,
-    sums, first, columns, size, per_sample, row_weight, prefix, C: tl.constexpr, WEIGHTED: tl.constexpr,
+    dn, dn_kept, x, mean, rstd, weight, kept, base, base_rows, inverse, dx, half, scaled, counts, factor, scale,
+    sums, first, columns, size, per_sample, row_weight, prefix,
+    C: tl.constexpr, WEIGHTED: tl.constexpr, BY_ROW: tl.constexpr,
     HAS_DN_KEPT: tl.constexpr, HAS_WEIGHT: tl.constexpr, CENTRE: tl.constexpr, HAS_KEPT: tl.constexpr,
     HAS_BASE: tl.constexpr, HAS_BASE_ROWS: tl.constexpr, HAS_INVERSE: tl.constexpr, DENSE: tl.constexpr,
     GATED: tl.constexpr, HAS_HALF: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SCALE: tl.constexpr,
@@ -301,7 +310,8 @@ def norm_backward(
         tl.store(dx + i_at, out.to(dx.dtype.element_ty), here)
         if HAS_HALF:
             if WEIGHTED:
-                out += residual * tl.where(i % per_sample < prefix, 0.0, row_weight - 1.0)[:, None]
+                times = counted(counts, i, i_inside, per_sample, row_weight, prefix, BY_ROW)
+                out += residual * (times - 1.0)[:, None]
             if HAS_FACTOR:
                 out *= tl.load(factor + i // per_sample, i_inside, 0.0).to(tl.float32)[:, None]
             half_sum += tl.where(here, out, 0.0)

@@ -13,6 +13,7 @@ from torch import Tensor
 from . import rows as R
 from .activations import activate, activation_named
 from .captured import captured_backward, captured_forward
+from .chosen import choose
 from .compiling import compiling, op
 from .device import Device, device_of, weight_gradient
 from .layers import (
@@ -94,14 +95,15 @@ def mlp_branch(
     spec: MLPSpec = MLPSpec(),
     *,
     inverse: Tensor | None = None,
+    marks: Tensor | None = None,
     factor: Tensor | None = None,
     residual: bool = True,
     options: BackwardOptions = BackwardOptions(),
 ) -> Tensor:
     """The branch on ``x [B, ..., C]``; ``factor [B]`` is stochastic depth's factor per sample, ``inverse`` that of
-    ``rows`` if it is at hand."""
+    ``rows`` if it is at hand. With ``marks [B, k]`` instead of rows these are chosen in backward (``chosen.py``)."""
     spec = spec._replace(dtype=autocast_dtype(x))
-    return _run_mlp(*MLPInputs(x, rows, inverse, factor, spec, residual, options), *params)
+    return _run_mlp(*MLPInputs(x, rows, inverse, marks, factor, spec, residual, options), *params)
 
 
 def mlp_forward(
@@ -245,6 +247,7 @@ class MLPInputs(NamedTuple):
     x: Any
     rows: R.Rows = None
     inverse: Grad = None
+    marks: Grad = None
     factor: Grad = None
     spec: MLPSpec | None = None
     residual: bool | None = None
@@ -252,12 +255,14 @@ class MLPInputs(NamedTuple):
 
 
 class MLPSaved(NamedTuple):
-    """What the function saves before the parameters: kept rows of x and, unless recomputed, of the hidden layer."""
+    """What the function saves before the parameters: kept rows of x and, unless recomputed, of the hidden layer; all
+    of them where they are chosen in backward."""
 
     x: Tensor
     h: Grad
     rows: R.Rows
     inverse: Grad
+    marks: Grad
     factor: Grad
 
 
@@ -265,12 +270,12 @@ class _MLPBranch(torch.autograd.Function):
     @staticmethod
     @captured_forward
     def forward(ctx: Any, *flat: Any) -> Tensor:
-        (x, rows, inverse, factor, spec, residual, options), p = split(flat, MLPInputs, MLPParams)
+        (x, rows, inverse, marks, factor, spec, residual, options), p = split(flat, MLPInputs, MLPParams)
         device = device_of(x)
         weights = MLPWeights(*device.cast(spec.dtype, *mlp_weights(p)))
         kept_x = device.save_rows(x, rows, saved_dtype(x, spec.dtype, options.recompute))
         y, kept_h = mlp_forward(x, rows, p, weights, spec, options.recompute)
-        ctx.save_for_backward(*MLPSaved(kept_x, kept_h, rows, inverse, factor), *p)
+        ctx.save_for_backward(*MLPSaved(kept_x, kept_h, rows, inverse, marks, factor), *p)
         ctx.static = spec, residual, options, x.dtype
         if factor is not None:
             y = y * factor.view(-1, *[1] * (x.dim() - 1))
@@ -280,16 +285,19 @@ class _MLPBranch(torch.autograd.Function):
     @once
     @captured_backward
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        (x, h, rows, inverse, factor), p = split(ctx.saved_tensors, MLPSaved, MLPParams)
+        (x, h, rows, inverse, marks, factor), p = split(ctx.saved_tensors, MLPSaved, MLPParams)
         _, needs = split(ctx.needs_input_grad, MLPInputs, MLPParams)
         spec, residual, options, x_dtype = ctx.static
         shape, dy = dy.shape, R.flat(dy)
         device, affine = device_of(x), mlp_norm(p, spec)
         steps = device.steps(x, mlp_columns(p, spec))
 
-        n = steps.normalise(R.flat(x), affine, spec.dtype, after=dy)
+        weight: R.Weight = options.row_weight
+        if marks is not None:
+            rows, inverse, weight = choose(dy, marks, options)
+            h = None if h is None else R.take(h, rows)
+        n = steps.normalise(R.flat(x), affine, spec.dtype, after=dy, rows=None if marks is None else rows)
         cast_weights = MLPWeights(*device.cast(n.y.dtype, *mlp_weights(p)[:3], after=dy))
-        weight = options.row_weight
         kept_dy = steps.cotangent(dy, rows, factor, p.scale, shape[0], n.y.dtype, total="mlp_output", weight=weight)
         dn, products = mlp_backward(steps, kept_dy, n, h, cast_weights, p, spec, needs, options.spare)
         dx = steps.norm_backward_input(

@@ -16,11 +16,11 @@ from .heads import AttentionParams, AttentionSpec, padding_of
 from .layers import norm, stacked
 from .mlp import MLPParams, MLPSpec
 from .rotary import turned
-from .rows import RowWeight
+from .rows import RowWeight, Weight
 from .window_attention import MASKED, NO_WINDOWS, Cut, Padding
 
 
-def gate(y: Tensor, rows: Tensor | None, weight: RowWeight | None = None) -> Tensor:
+def gate(y: Tensor, rows: Tensor | None, weight: Weight = None) -> Tensor:
     """Identity whose gradient is zero outside ``rows`` (None: everywhere kept) of ``y [B, ..., C]``, and as often as
     they count in them."""
     if rows is None:
@@ -28,8 +28,11 @@ def gate(y: Tensor, rows: Tensor | None, weight: RowWeight | None = None) -> Ten
     kept = torch.where(mask(rows, y.shape[:-1]).unsqueeze(-1), y, y.detach())
     if weight is None:
         return kept
-    count = torch.full(y.shape[:-1], weight.weight, dtype=y.dtype, device=y.device).flatten(1)
-    count[:, : weight.prefix] = 1
+    count = torch.full(y.shape[:-1], 1.0, dtype=y.dtype, device=y.device).flatten(1)
+    if isinstance(weight, RowWeight):
+        count[:, weight.prefix :] = weight.weight
+    else:
+        count.view(-1)[rows] = weight.to(y.dtype)
     return y.detach() + count.view(y.shape[:-1]).unsqueeze(-1) * (kept - y.detach())
 
 
@@ -60,7 +63,7 @@ def mlp_branch(
     spec: MLPSpec,
     factor: Tensor | None = None,
     scope: str = "branch",
-    weight: RowWeight | None = None,
+    weight: Weight = None,
 ) -> Tensor:
     """``x + gate(f(x))``, or ``gate(x + f(x))`` in scope "block" (Eq. 4, 5)."""
     y = per_sample(mlp(x, p, spec), factor)
@@ -119,7 +122,7 @@ def attention_branch(
     heads: Tensor | None = None,
     factor: Tensor | None = None,
     scope: str = "branch",
-    weight: RowWeight | None = None,
+    weight: Weight = None,
     cut: Cut = NO_WINDOWS,
 ) -> Tensor:
     """``x + gate(attention(x))``, or ``gate(x + attention(x))`` in scope "block"; the rule says what is gated."""
@@ -137,7 +140,7 @@ def transformer_block(
     spec2: MLPSpec,
     factors: tuple[Tensor | None, Tensor | None] = (None, None),
     scope: str = "branch",
-    weight: RowWeight | None = None,
+    weight: Weight = None,
     cut: Cut = NO_WINDOWS,
 ) -> Tensor:
     """The attention branch, then the MLP branch, on the same kept rows: ``y``. With a weight, ``x + gate(y − x)``.
@@ -153,7 +156,7 @@ def transformer_block(
 
 
 def downsample(
-    x: Tensor, rows: Tensor | None, p: DownsampleParams, spec: DownsampleSpec, weight: RowWeight | None = None
+    x: Tensor, rows: Tensor | None, p: DownsampleParams, spec: DownsampleSpec, weight: Weight = None
 ) -> Tensor:
     """``gate(conv(norm(x)))`` on ``x [B, C, H, W]``; ``rows`` are output positions. Patches do not overlap (Eq. 6)."""
     n = norm(x.permute(0, 2, 3, 1), p.norm_weight, p.norm_bias, spec.norm).permute(0, 3, 1, 2)
@@ -173,7 +176,7 @@ def rerun(
     residual: Tensor | None,
     rows: Tensor | None,
     scope: str = "branch",
-    weight: RowWeight | None = None,
+    weight: Weight = None,
 ) -> Tensor:
     """``gate(block(x))``; at dropped rows the residual path, part of the block, has its gradient all the same.
 

@@ -78,10 +78,16 @@ def per_sample(x: Tensor, factor: Tensor | None) -> Tensor:
     return (x.view(samples, -1, x.shape[-1]) * factor.view(samples, 1, 1)).flatten(0, 1)
 
 
-def weighted(x: Tensor, weight: RowWeight | None, samples: int) -> Tensor:
+Weight = RowWeight | Tensor | None
+"""How often kept rows count: patches all alike, or row by row ``[B * k]``. None: once."""
+
+
+def weighted(x: Tensor, weight: Weight, samples: int) -> Tensor:
     """Kept rows ``[B * k, C]`` as often as they count."""
     if weight is None:
         return x
+    if isinstance(weight, Tensor):
+        return (x * weight[:, None]).to(x.dtype)
     rows, wide = x.view(samples, -1, x.shape[-1]), torch.promote_types(x.dtype, torch.float32)
     counts = torch.full((rows.shape[1], 1), weight.weight, dtype=wide, device=x.device)
     counts = counts.index_fill(0, torch.arange(weight.prefix, device=x.device), 1)

@@ -78,7 +78,7 @@ class Steps:
         dtype: torch.dtype,
         *,
         total: str,
-        weight: R.RowWeight | None = None,
+        weight: R.Weight = None,
     ) -> Cotangent:
         """Kept rows of dy times their weight and the factor of their sample. Total: Σ of them."""
         return self._cotangent(R.weighted(R.take(dy, rows), weight, samples), factor, scale, dtype, total)
@@ -143,7 +143,7 @@ class Steps:
         *,
         norm_total: str,
         total: str,
-        weight: R.RowWeight | None = None,
+        weight: R.Weight = None,
     ) -> tuple[Tensor, Cotangent]:
         """Gradient between two branches, ``dy[rows]`` + the norm's; and as the cotangent of the branch below.
 

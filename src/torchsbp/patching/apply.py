@@ -13,9 +13,9 @@ from ..config import KeepRatio, SBPConfig, configured, resolved
 from ..errors import UsageError, UsageTimeError, expect, shown
 from ..ops import graphs
 from ..ops.rules import RULES
-from ..sampling import operators, schedules
+from ..sampling import operators, samplers, schedules
 from ..sampling.area import Images
-from ..sampling.masks import Masks, SiteSpec
+from ..sampling.masks import Drawn, Masks, SiteSpec
 from . import lean, pointwise, replay, windowed  # noqa: F401  their strategies are registered
 from .entry import Entry, SampledModule, bind_entry, entries, unbind_entry
 from .patches import PatchEmbedding, stem
@@ -83,15 +83,22 @@ def kept(model: nn.Module) -> dict[str, Tensor]:
     Left out are backbones whose sampled blocks have not trained.
     """
     positions = {}
+    for entry, module, drawn in trained_entries(model):
+        for number, site in enumerate(entry.masks.sites):
+            positions[entry.prefix + site.name] = entry.masks.positions_kept(drawn, number, entry.step(module).device)
+    return positions
+
+
+def trained_entries(model: nn.Module) -> list[tuple[Entry, nn.Module, Drawn]]:
+    """Those of a patched model whose sampled blocks have trained, with what was drawn; an error if there are none."""
+    found = []
     for entry, module in patched_entries(model):
         entry.check(module)
         if entry.masks.drawn is not None:
-            for index, site in enumerate(entry.masks.sites):
-                rows = entry.masks.positions_kept(entry.masks.drawn, index, entry.step(module).device)
-                positions[entry.prefix + site.name] = rows
-    if not positions:
+            found.append((entry, module, entry.masks.drawn))
+    if not any(entry.masks.sites for entry, _, _ in found):
         raise UsageTimeError("no forward has run in training mode with gradients: there are no kept positions yet")
-    return positions
+    return found
 
 
 def set_step(model: nn.Module, step: int) -> None:
@@ -210,10 +217,23 @@ def strategies_for(
         its_rule = RULES["query"] if site is None else rule
         how = config.scope, config.scale, i < recomputing, config.capture, recomputing == len(found)
         sampling = Sampling(masks, site, its_rule, *how)
-        bound += [(m, strategy_for(part, its.module, sampling)) for m, part in its.description.bindings(its.module)]
+        its_own = [(m, strategy_for(part, its.module, sampling)) for m, part in its.description.bindings(its.module)]
+        if site is not None and config.sampler in samplers.IN_BACKWARD:
+            refuse_drawn_rows(its, its_own[0][1], config)
+        bound += its_own
     convolutions = stem(model, layout.stages_of(model))
     bound += [(conv, PatchEmbedding(entry)) for conv in convolutions if conv is not entry_module]
     return entry_module, entry, bound
+
+
+def refuse_drawn_rows(its: Found, strategy: Strategy, config: SBPConfig) -> None:
+    """An error if a sampled module has to know in forward what it keeps."""
+    if not getattr(strategy, "chooses", False):
+        raise UsageError(
+            f"{its.name} ({qualified(its.module)}) can't choose positions in backward, which sampler="
+            f"{config.sampler!r} does: transformer blocks without windows and ConvNeXt blocks can, unless they are run "
+            f"again. Use another sampler: {list(samplers.SAMPLERS)}"
+        )
 
 
 def site_spec(its: Found, samples_heads: bool) -> SiteSpec:

@@ -15,8 +15,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..adapters.names import find
 from ..config import SBPConfig
 from ..errors import UsageError, shown
+from ..ops.chosen import choose
+from ..ops.layers import BackwardOptions
+from ..ops.rows import RowWeight
 from ..sampling.masks import Masks
-from .apply import kept, patched_entries, remove
+from .apply import patched_entries, remove, trained_entries
 
 ROUNDING, TOLERANCE = 1e-12, 1e-9  # of outputs, of gradients
 Step = tuple[list[Tensor], dict[str, Tensor]]
@@ -65,7 +68,7 @@ def check(model: nn.Module, *inputs: Any) -> Check:
     except Exception:
         refuse_inputs(twin, inputs)
         raise
-    kept(patched)  # an error if nothing has been sampled
+    trained_entries(patched)  # an error if nothing has been sampled
     install_gates(twin, patched, gates)
     expected_outputs, expected = training_step(twin, inputs)
     pairs = zip(outputs, expected_outputs, strict=True)
@@ -218,7 +221,10 @@ class Gate:
     def of(cls, masks: Masks, site: int, device: torch.device) -> "Gate":
         """What a site keeps in the call that runs now."""
         drawn = masks.of_this_call()
-        return cls(masks.positions_kept(drawn, site, device), drawn.grids[masks.sites[site].stage], masks.prefix)
+        grid, marks = drawn.grids[masks.sites[site].stage], drawn.sites[site].marks
+        if marks is not None:
+            return ChoosingGate(marks, grid, masks.prefix)
+        return cls(masks.positions_kept(drawn, site, device), grid, masks.prefix)
 
     def __call__(self, y: Tensor, past: Tensor | None = None, weighted: bool = False) -> Tensor:
         """y; at dropped positions its gradient goes to ``past``, nowhere if there is none. ``weighted``: at kept ones
@@ -244,6 +250,10 @@ class Gate:
 
     def map(self, flat: Tensor, y: Tensor) -> Tensor:
         """Values ``[B, N]`` in the layout of y, ``[B, N, C]``, ``[B, *grid, C]`` or ``[B, C, *grid]``."""
+        return flat.view(-1, *self.layout(y))
+
+    def layout(self, y: Tensor) -> tuple[int, ...]:
+        """Of one channel of a sample of y."""
         n = self.n
         shapes = [
             shape
@@ -256,4 +266,33 @@ class Gate:
                 f"a block's output of shape {tuple(y.shape)} fits the grid {self.grid} {why}; "
                 "check with images of another size, whose height and width differ"
             )
-        return flat.view(-1, *shapes[0])
+        return shapes[0]
+
+
+@dataclass(frozen=True)
+class ChoosingGate(Gate):
+    """Positions are chosen when the gradient comes; instead of them it has their marks."""
+
+    def __call__(self, y: Tensor, past: Tensor | None = None, weighted: bool = False) -> Tensor:
+        return _Choose.apply(y, past, self)
+
+    def counts(self, dy: Tensor) -> Tensor:
+        """0 where it is dropped."""
+        rows = dy.movedim(1, -1) if self.layout(dy)[-1] != 1 else dy
+        options = BackwardOptions(row_weight=RowWeight(1.0, self.prefix))
+        kept, _, counts = choose(rows.reshape(-1, rows.shape[-1]), self.positions, options)
+        return self.map(dy.new_zeros(dy.shape[0] * self.n).index_put((kept,), counts).view(-1, self.n), dy)
+
+
+class _Choose(torch.autograd.Function):
+    """y; its gradient goes to it as often as its positions count, the rest of it to ``past``."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, past: Tensor | None, gate: ChoosingGate) -> Tensor:
+        ctx.gate, ctx.has_past = gate, past is not None
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        counts = ctx.gate.counts(dy)
+        return counts * dy, (1 - counts) * dy if ctx.has_past else None, None

@@ -41,6 +41,8 @@ class BlockParts(NamedTuple):
 
 @runs(L.TransformerBlock)
 class TransformerBlock(SampledBlock):
+    chooses = True
+
     def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return self.returned(self.block(x, self.parts(module, x)))
 
@@ -53,11 +55,11 @@ class TransformerBlock(SampledBlock):
         attention, attention_spec, mlp, mlp_spec, factors = parts
         batch, positions = x.shape[0], R.count(x)
         kept = self.sampling.kept(batch, positions)
-        options = self.sampling.options(kept.rows, batch, positions)
+        options = self.sampling.options(kept, batch, positions)
         if not attention_spec.rule.heads:
             return transformer_block(
                 x, kept.rows, attention, attention_spec, mlp, mlp_spec,
-                inverse=kept.inverse, factors=factors, options=options, cut=cut,
+                inverse=kept.inverse, marks=kept.marks, factors=factors, options=options, cut=cut,
             )  # fmt: skip
         x = attention_branch(
             x.flatten(1, -2), None, attention, attention_spec,
@@ -101,6 +103,7 @@ class RotaryBlock(TransformerBlock):
 @runs(L.BiasedBlock)
 class BiasedBlock(TransformerBlock):
     takes_arguments = True
+    chooses = False
 
     def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         names: L.BiasedBlock = self.description
@@ -135,6 +138,8 @@ def rope_of(given: Any, n: int) -> Tensor:
 
 @runs(L.ConvBlock)
 class ConvBlock(SampledBlock):
+    chooses = True
+
     def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         parts = self.description
         if self.is_one_function(module):
@@ -142,7 +147,7 @@ class ConvBlock(SampledBlock):
         u = find(module, parts.conv)(through(module, parts.pool, x))
         batch, positions = u.shape[0], u.shape[2] * u.shape[3]
         kept = self.sampling.kept(batch, positions)
-        options = self.sampling.options(kept.rows, batch, positions)
+        options = self.sampling.options(kept, batch, positions)
         y = self.branch(module, u, kept, options) + through(module, parts.shortcut, x)
         if options.scope == "branch":
             return y
@@ -164,14 +169,18 @@ class ConvBlock(SampledBlock):
         mlp, spec, factor = self.parts(module, x)
         return conv_block(
             x, kept.rows, ConvParams(*affine(conv)), ConvSpec(conv.padding, conv.dilation, conv.groups), mlp, spec,
-            inverse=kept.inverse, factor=factor, options=self.sampling.options(kept.rows, batch, positions),
+            inverse=kept.inverse, marks=kept.marks, factor=factor,
+            options=self.sampling.options(kept, batch, positions),
         )  # fmt: skip
 
     def branch(self, module: nn.Module, u: Tensor, kept: Kept, options: BackwardOptions) -> Tensor:
         """What the block adds to its shortcut, from the output of its convolution ``[B, C, H, W]``."""
         mlp, spec, factor = self.parts(module, u)
         u = u.permute(0, 2, 3, 1)
-        y = mlp_branch(u, kept.rows, mlp, spec, inverse=kept.inverse, factor=factor, residual=False, options=options)
+        y = mlp_branch(
+            u, kept.rows, mlp, spec,
+            inverse=kept.inverse, marks=kept.marks, factor=factor, residual=False, options=options,
+        )  # fmt: skip
         return y.permute(0, 3, 1, 2)
 
     def parts(self, module: nn.Module, u: Tensor) -> tuple[MLPParams, MLPSpec, Tensor | None]:
@@ -188,12 +197,12 @@ class Downsample(SampledBlock):
     def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         norm, conv = find(module, self.description.norm), find(module, self.description.down)
         batch, positions = x.shape[0], math.prod(output_size(conv, x))
-        rows = self.sampling.kept(batch, positions).rows
+        kept = self.sampling.kept(batch, positions)
         static = L.norm_of(norm)
         assert static is not None
         params = DownsampleParams(*affine(norm), *affine(conv))
         spec = DownsampleSpec(conv.stride, static)
-        return downsample(x, rows, params, spec, self.sampling.options(rows, batch, positions))
+        return downsample(x, kept.rows, params, spec, self.sampling.options(kept, batch, positions))
 
 
 @runs(L.LastOfList)

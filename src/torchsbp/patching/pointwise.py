@@ -21,6 +21,8 @@ from .site import original
 class PointwiseBlock(Replayed, ConvBlock):
     """A ConvNeXt block whose pointwise part runs again on kept rows of the convolution's output, which are saved."""
 
+    chooses = False
+
     def is_one_function(self, module: nn.Module) -> bool:
         return False
 
@@ -73,12 +75,13 @@ class Patches(Replayed):
         conv = find(module, self.description.down)
         out = output_size(conv, x)
         batch, n = x.shape[0], out[0] * out[1]
-        rows, seen = self.sampling.kept(batch, n).rows, x
+        kept, seen = self.sampling.kept(batch, n), x
+        rows = kept.rows
         if rows is not None:
             inputs = patch_rows(rows, (x.shape[0], *x.shape[2:]), conv.kernel_size, conv.stride)
             patches = R.take(R.channels_last(x, 2), inputs).view(-1, *conv.kernel_size, x.shape[1])
             seen = patches.permute(0, 3, 1, 2)
-        options = self.sampling.options(rows, batch, n)
+        options = self.sampling.options(kept, batch, n)
         return self.execute(module, Call(Replay(x, self.positions(n, 2)), seen, None, rows, options, (), {}))
 
     def compute(self, module: nn.Module, x: Tensor, rows: R.Rows, *args: Any, **kwargs: Any) -> Tensor:

@@ -230,8 +230,8 @@ class Residual(Replayed):
         shortcut = None if self.sampling.site is None else parts.path(module)
         residual = x if shortcut is None else shortcut(x)
         batch, n = x.shape[0], R.count(residual, parts.dim)
-        rows = self.sampling.kept(batch, n).rows
-        options = self.sampling.options(rows, batch, n)
+        drawn = self.sampling.kept(batch, n)
+        rows, options = drawn.rows, self.sampling.options(drawn, batch, n)
         first = Replay(x, self.positions(n, parts.dim))
         if shortcut is not None:
             kept = residual if rows is None else R.take_map(residual, rows, parts.dim)

@@ -37,13 +37,15 @@ class Sampling:
     def kept(self, batch: int, positions: int) -> Kept:
         return Kept() if self.site is None else self.masks.kept(self.site, batch, positions)
 
-    def options(self, rows: Tensor | None, batch: int, positions: int) -> BackwardOptions:
+    def options(self, kept: Kept, batch: int, positions: int) -> BackwardOptions:
         weight_scale, row_weight, prefix = 1.0, None, self.masks.prefix
-        if rows is not None and self.scale == "weight":
-            weight_scale = batch * positions / rows.shape[0]
-        if rows is not None and self.scale == "rows":
-            k = index(rows.shape[0] // batch)  # a constant, also where the batch is not
-            row_weight = RowWeight((positions - prefix) / (k - prefix), prefix)
+        patches = None if kept.marks is None else kept.marks.shape[1]
+        if kept.rows is not None:
+            patches = index(kept.rows.shape[0] // batch) - prefix  # a constant, also where the batch is not
+            if self.scale == "weight":
+                weight_scale = batch * positions / kept.rows.shape[0]
+        if patches is not None and self.scale == "rows":
+            row_weight = RowWeight((positions - prefix) / patches, prefix)
         return BackwardOptions(self.scope, self.recompute, weight_scale, row_weight, self.capture, self.spare)
 
 
@@ -75,6 +77,8 @@ class SampledBlock(Strategy):
     sampling: Sampling
 
     takes_arguments: ClassVar[bool] = False
+    chooses: ClassVar[bool] = False
+    """Whether its op can choose rows in backward."""
 
     @classmethod
     def of(cls, part: Any, block: nn.Module, sampling: Sampling) -> "SampledBlock":

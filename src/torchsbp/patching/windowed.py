@@ -22,6 +22,7 @@ class WindowBlock(TransformerBlock):
     """A block that is known part by part."""
 
     takes_arguments = True
+    chooses = False
 
     def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         parts: A.WindowBlock = self.description

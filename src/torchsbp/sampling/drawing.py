@@ -2,12 +2,15 @@
 
 import math
 from dataclasses import dataclass
+from operator import index
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..ops.constants import constant, range_of
+from ..ops import chosen
+from ..ops.chosen import first_rows
+from ..ops.constants import range_of
 from ..ops.device import device_of
 from ..ops.windows import Windows
 from . import area, keys, samplers, windows
@@ -17,12 +20,14 @@ from .windows import Grid, Partition
 
 class Kept(NamedTuple):
     """What a site keeps: rows, their inverse (where a device wants it), heads, and where the rows are in the windows of
-    its attention. None: all; no windows."""
+    its attention. None: all; no windows. Where rows are chosen in backward, the ``marks [B, k]`` of ``ops/chosen.py``
+    instead of them."""
 
     rows: Tensor | None = None
     inverse: Tensor | None = None
     heads: Tensor | None = None
     windows: Windows | None = None
+    marks: Tensor | None = None
 
 
 class Order(NamedTuple):
@@ -73,7 +78,9 @@ class Plan:
         drawn = None if self.per_block else self._order(given, coarsest, ratios, key)
         rows: dict[int, Kept] = {}
         for (stage, ratio, partition, _), numbers in self._alike(given).items():
-            if drawn is not None:
+            if self.sampler in samplers.IN_BACKWARD:
+                found = self._marks(given, stage, ratio, keys.more_keys(key, numbers[0], len(numbers)))
+            elif drawn is not None:
                 found = self._rows(given, drawn, stage, ratio, partition) * len(numbers)
             else:
                 own_keys = keys.more_keys(key, numbers[0], len(numbers))
@@ -82,8 +89,8 @@ class Plan:
             rows.update(zip(numbers, found, strict=True))
         sites = []
         for number, site in enumerate(self.sites):
-            kept, inverse, _, cut = rows[number]  # not _replace: torch 2.11 does not compile what that makes
-            sites.append(Kept(kept, inverse, self._heads(site.heads, site.ratio, key), cut))
+            kept, inverse, _, cut, marks = rows[number]  # not _replace: torch 2.11 does not compile what that makes
+            sites.append(Kept(kept, inverse, self._heads(site.heads, site.ratio, key), cut, marks))
         return tuple(sites)
 
     def _alike(self, given: Given) -> dict[tuple[int, float, Partition | None, int], list[int]]:
@@ -126,9 +133,18 @@ class Plan:
             always = range_of(self.prefix, order.device).expand(positions.shape[0], -1)
             positions = torch.cat([always, self.prefix + positions], 1)
         n = self.prefix + math.prod(fine)
-        first = _first_rows(given.batch, n, order.device)
+        first = first_rows(given.batch, n, order.device)
         each = [(first + its).flatten() for its in positions.chunk(sites)]
         return [Kept(rows, device_of(rows).inverse(rows, given.batch * n), None, cut) for rows in each]
+
+    def _marks(self, given: Given, stage: int, ratio: float, own_keys: Tensor) -> list[Kept]:
+        """The same where rows are chosen in backward."""
+        sites, grid = index(own_keys.shape[0] // given.batch), self.grids[stage]
+        if ratio == 1:
+            return [Kept()] * sites
+        k = samplers.count(self.sampler, grid, ratio)
+        starts = (own_keys.double() + 0.5) / 2**32
+        return [Kept(marks=chosen.marks(start, k)) for start in starts.chunk(sites)]
 
     def _heads(self, heads: int, ratio: float, key: Tensor) -> Tensor | None:
         """Kept heads of a site: a random subset, at least one, the same for the batch."""
@@ -136,12 +152,6 @@ class Plan:
             return None
         order = samplers.SAMPLERS["random"]((heads,), (ratio,), key[:1])
         return samplers.first(order, max(1, round(ratio * heads)))[0]
-
-
-@constant
-def _first_rows(samples: int, n: int, device: torch.device) -> Tensor:
-    """Of samples of n rows each, ``[samples, 1]``."""
-    return torch.arange(samples, device=device)[:, None] * n
 
 
 def rank() -> int:

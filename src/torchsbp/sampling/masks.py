@@ -163,7 +163,8 @@ class Masks:
         drawn = self.of_this_call()
         name, grid = self.sites[site].name, drawn.grids[self.sites[site].stage]
         expected = self.positions(grid)
-        if drawn.sites[site].rows is not None and (batch != drawn.batch or positions != expected):
+        rows, *_, marks = drawn.sites[site]
+        if (rows is not None or marks is not None) and (batch != drawn.batch or positions != expected):
             raise UsageError(
                 f"{name} was given {batch} samples of {positions} positions, but the image gives "
                 f"{drawn.batch} samples of {expected} ({self.prefix} prefix tokens and a grid {grid}). "
@@ -191,6 +192,11 @@ class Masks:
     def positions_kept(self, drawn: Drawn, site: int, device: torch.device) -> Tensor:
         """What a site has kept in that forward, ``[B, k]``, ascending; prefix tokens come first."""
         batch, grids, sites = drawn
+        if sites[site].marks is not None:
+            raise UsageError(
+                f'{self.sites[site].name}: sampler="{self.sampler}" chooses positions in backward, in every block for '
+                "itself, and does not hold them. Use another sampler to look at masks"
+            )
         rows, n = sites[site].rows, self.positions(grids[self.sites[site].stage])
         if rows is None:
             return torch.arange(n, device=device).repeat(batch, 1)

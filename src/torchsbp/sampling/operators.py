@@ -24,7 +24,7 @@ from .captures import Captures
 from .drawing import Given, Kept, Plan, Sampled
 from .windows import Grid, Partition
 
-OWN = 4
+OWN = 5
 """tensors of a site, the first ones, are drawn; the others follow from its windows and its ratio"""
 torch.library.define("torchsbp::draw", "(str name, Tensor step, Tensor? sizes, SymInt batch) -> Tensor[]")
 
@@ -54,9 +54,9 @@ def numbers_in(partition: Partition | None) -> tuple[Any, ...] | None:
 
 def kept_of(partition: Partition | None, tensors: list[Any]) -> Kept:
     """What a site keeps, of its tensors as ``tensors_of`` has them."""
-    rows, inverse, heads, *others = tensors
+    rows, inverse, heads, marks, *others = tensors
     if partition is None or not others:
-        return Kept(rows, inverse, heads)
+        return Kept(rows, inverse, heads, None, marks)
     slots, slot_of_row, filled, regions, places, number = others
     cut = Cut(places, regions, slots, number)
     windows = Windows(partition.grid, partition.window, slot_of_row, slots, filled, regions, cut)
@@ -64,11 +64,11 @@ def kept_of(partition: Partition | None, tensors: list[Any]) -> Kept:
 
 
 def tensors_of(kept: Kept) -> list[Tensor | None]:
-    rows, inverse, heads, windows = kept
+    rows, inverse, heads, windows, marks = kept
     if windows is None:
-        return [rows, inverse, heads]
+        return [rows, inverse, heads, marks]
     _, _, slot_of_row, slots, filled, regions, cut = windows
-    return [rows, inverse, heads, slots, slot_of_row, filled, regions, cut.places, cut.kept]
+    return [rows, inverse, heads, marks, slots, slot_of_row, filled, regions, cut.places, cut.kept]
 
 
 def named(*constants: Any) -> str:

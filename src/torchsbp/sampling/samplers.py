@@ -219,15 +219,17 @@ SAMPLERS: dict[str, Sampler] = {
     "frames_jitter": UnitSampler(_frames, _jitter, cyclic=False),
     "checkerboard": UnitSampler(_positions, _lattice),
 }
+IN_BACKWARD = ("norm",)
+"""have no order: positions are chosen in backward, when their cotangents are known (``ops/chosen.py``)"""
 
 
-def resolve(sampler: str | Sampler) -> Sampler:
-    """The sampler of that name; a callable is its own."""
+def resolve(sampler: str | Sampler, others: Sequence[str] = ()) -> Sampler:
+    """The sampler of that name; a callable is its own. ``others`` are names that would have been right too."""
     if callable(sampler):
         return sampler
     if not isinstance(sampler, str) or sampler not in SAMPLERS:
         raise UsageError(
-            f"unknown sampler {sampler!r}; use one of {list(SAMPLERS)} "
+            f"unknown sampler {sampler!r}; use one of {[*SAMPLERS, *others]} "
             "or a callable (shape, ratios, key [samples]) -> order [samples, n]"
         )
     return SAMPLERS[sampler]
@@ -277,7 +279,7 @@ def no_order(shape: Shape, samples: int, found: str) -> str:
 
 def count(sampler: str | Sampler, shape: Shape, ratio: float) -> int:
     """round(r · units) · positions per unit: the number kept. The units of a custom sampler are positions."""
-    units = getattr(resolve(sampler), "units", _positions)(shape)
+    units = shape if sampler in IN_BACKWARD else getattr(resolve(sampler), "units", _positions)(shape)
     return enlarged_count(_count(units, ratio), units, shape)
 
 

@@ -55,6 +55,7 @@ STRATIFIED: Options = OWN | {"sampler": "stratified"}
 ROWS: Options = {"scale": "rows"}
 DOWN: Options = {"exact_downsampling": True}
 MLP: Options = {"attention": "exact"}
+NORM: Options = OWN | DOWN | ROWS | {"sampler": "norm", "per_sample": True}
 
 
 def sampled(ratio: Any, *parts: Options, models: tuple[str, ...] = ALL, instead: Any = None, **more: Any) -> Arm:
@@ -86,6 +87,9 @@ ARMS: dict[str, Arm] = {
     "own stratified rows 0.5": sampled(0.5, STRATIFIED, ROWS, models=TOKENS),
     "own stratified rows 0.25": sampled(0.25, STRATIFIED, ROWS, models=TOKENS),
     "own stratified rows decreasing": sampled((0.75, 0.25), STRATIFIED, ROWS, models=TOKENS),
+    "own norm rows 0.5": sampled(0.5, NORM, models=(*VIT, *PYRAMID)),
+    "own norm rows 0.25": sampled(0.25, NORM, models=(*VIT, *PYRAMID)),
+    "own norm rows 0.125": sampled(0.125, NORM, models=(*VIT, *PYRAMID)),
     "own rows decreasing": sampled((0.75, 0.25), OWN, ROWS, models=TOKENS),
     "own rows 0.5, then exact": sampled(Milestones(((0, 0.5), (FALLING, 1.0))), OWN, ROWS, models=TOKENS),
     "mlp 0.5": sampled(0.5, BALANCED, MLP, models=VIT),

@@ -15,6 +15,7 @@ from torch import Generator, Tensor, nn
 
 from ..adapters import find_backbones
 from ..config import SBPConfig
+from ..ops.chosen import probabilities
 from ..patching.survey import survey
 from ..sampling import samplers
 
@@ -35,15 +36,6 @@ def apply_chosen(model: nn.Module, keep_ratio: float, by: str = "norm", of: str 
         for layer in (its for block in blocks for its in block.modules() if isinstance(its, nn.Linear)):
             layer.register_forward_hook(lambda layer, args, y: OfWeight.apply(y, args[0], layer.weight, draw))
     return draw
-
-
-def probabilities(norms: Tensor, k: int) -> Tensor:
-    """min(1, c · norm), with a c for every sample (a line of ``norms [B, n]``) such that they add up to k."""
-    norms = norms.double().clamp(min=1e-30)  # where all are zero all are alike
-    tails = norms.sort(1).values.cumsum(1).flip(1)[:, :k]  # sums of all but the m largest
-    # For any c the sum is the least of m + c · tails[m] over m: so c is the greatest that one of them asks for.
-    c = ((k - torch.arange(k, device=norms.device)) / tails).amax(1, keepdim=True)
-    return (c * norms).clamp(max=1)
 
 
 def drawn(p: Tensor, start: Tensor) -> Tensor:
