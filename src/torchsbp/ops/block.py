@@ -62,7 +62,7 @@ def transformer_block(
     """The block on ``x [B, ..., C]`` under a rule that samples rows, or none of them in its attention; ``factors``:
     stochastic depth of the two branches; ``inverse``: that of ``rows`` if it is at hand; ``marks [B, k]``: instead of
     rows, where these are chosen in backward (``chosen.py``); ``cut``: the windows of attention, if it has any."""
-    assert marks is None or (rows is None and cut is NO_WINDOWS), "rows of windows are not chosen in backward"
+    assert marks is None or (rows is None and cut.slots is None), "what is kept is not known yet"
     assert not attention_spec.rule.heads, "heads are sampled by attention_branch"
     dtype = autocast_dtype(x)
     specs = attention_spec._replace(dtype=dtype), mlp_spec._replace(dtype=dtype)

@@ -230,9 +230,9 @@ def refuse_drawn_rows(its: Found, strategy: Strategy, config: SBPConfig) -> None
     """An error if a sampled module has to know in forward what it keeps."""
     if not getattr(strategy, "chooses", False):
         raise UsageError(
-            f"{its.name} ({qualified(its.module)}) can't choose positions in backward, which sampler="
-            f"{config.sampler!r} does: transformer blocks without windows and ConvNeXt blocks can, unless they are run "
-            f"again. Use another sampler: {list(samplers.SAMPLERS)}"
+            f"{its.name} ({qualified(its.module)}) can't choose positions in backward, as sampler={config.sampler!r} "
+            f"does: it is not known part by part and run again on kept positions. Use another sampler: "
+            f"{list(samplers.SAMPLERS)}"
         )
 
 

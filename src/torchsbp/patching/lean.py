@@ -103,7 +103,6 @@ class RotaryBlock(TransformerBlock):
 @runs(L.BiasedBlock)
 class BiasedBlock(TransformerBlock):
     takes_arguments = True
-    chooses = False
 
     def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         names: L.BiasedBlock = self.description

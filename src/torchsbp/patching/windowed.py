@@ -22,7 +22,6 @@ class WindowBlock(TransformerBlock):
     """A block that is known part by part."""
 
     takes_arguments = True
-    chooses = False
 
     def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         parts: A.WindowBlock = self.description
