@@ -37,6 +37,9 @@ class Method:
 GRID = SBPConfig.preset("paper", attention="query")
 """one grid for the batch and all blocks: the image paper's masks with the rule of ours"""
 
+NORM = SBPConfig(sampler="norm")
+"""rows chosen in backward"""
+
 
 def sbp(only: str = "", config: SBPConfig = GRID, **options: Any) -> Method:
     return Method(lambda model: torchsbp.apply(model, config=config, **options), only=only)
@@ -119,6 +122,11 @@ METHODS = {
     "own rows r=0.5": sbp(config=SBPConfig(), keep_ratio=0.5),
     "own rows r=0.25": sbp(config=SBPConfig(), keep_ratio=0.25),
     "own rows r=0.25, 9 of 12 blocks": sbp(config=SBPConfig(), keep_ratio=0.25, blocks=0.75, only="vit"),
+    "norm rows r=0.5": sbp(config=NORM, keep_ratio=0.5),
+    "norm rows r=0.25": sbp(config=NORM, keep_ratio=0.25),
+    "norm rows r=0.5 to 0.125": sbp(config=NORM, keep_ratio=(0.5, 0.125)),
+    "norm rows r=0.75 to 0.125, all blocks": sbp(config=NORM, keep_ratio=(0.75, 0.125), blocks=1.0),
+    "norm rows r=0.5 to 0.0625, all blocks": sbp(config=NORM, keep_ratio=(0.5, 0.0625), blocks=1.0),
     "sbp frames r=0.5": sbp(keep_ratio=0.5, sampler="frames", only="video"),
     "sbp frames r=0.25": sbp(keep_ratio=0.25, sampler="frames", only="video"),
     "sbp frames r=0.125": sbp(keep_ratio=0.125, sampler="frames", only="video"),

@@ -28,8 +28,8 @@ CHOOSING = [
 ]  # fmt: skip
 RUN_AGAIN = [
     "differential attention", "parallel", "one piece", "dinov3 split qkv", "vit, own norm", "mixer", "resmlp",
-    "coatnet", "convnext v2", "convnext simple norm", "swin, own norm", "video swin, own norm", "sam", "cait", "hiera", "gcvit",
-    "volo", "mvit", "caformer", "focalnet", "mambaout",
+    "coatnet", "convnext v2", "convnext simple norm", "swin, own norm", "video swin, own norm", "sam", "cait",
+    "hiera", "gcvit", "volo", "mvit", "caformer", "focalnet", "mambaout",
 ]  # fmt: skip
 
 
