@@ -80,10 +80,11 @@ def test_compiled_trains_without_recompilation(name, options):
             assert (a - b).norm() < 0.02 * b.norm()
 
 
+@pytest.mark.parametrize("sampler", ["random", "norm"])
 @pytest.mark.parametrize("name", ["vit", "convnext"])
-def test_a_whole_step_as_a_cuda_graph(name):
+def test_a_whole_step_as_a_cuda_graph(name, sampler):
     """Captured once, every replay counts a step and draws its masks: parameters become those of eager training."""
-    _, eager, x = pair(name, keep_ratio=0.5, sampler="random")
+    _, eager, x = pair(name, keep_ratio=0.5, sampler=sampler)
     models = eager, copy.deepcopy(eager)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True) for model in models]
 
@@ -107,9 +108,9 @@ def test_a_whole_step_as_a_cuda_graph(name):
     for _ in range(3):
         graph.replay()
         train(eager, optimizers[0])
-        kept, expected = torchsbp.kept(models[1]), torchsbp.kept(eager)
-        assert all(torch.equal(kept[site], expected[site]) for site in kept)
-        drawn.append(torch.cat([positions.flatten() for positions in kept.values()]))
+        drawn_by_each = [tree_leaves(entry_of(model).sbp.masks.drawn.sites) for model in (models[1], eager)]
+        assert all(torch.equal(*pair) for pair in zip(*drawn_by_each, strict=True) if isinstance(pair[0], torch.Tensor))
+        drawn.append(torch.cat([t.flatten() for t in drawn_by_each[0] if isinstance(t, torch.Tensor)]))
     assert not torch.equal(drawn[0], drawn[1])
     for found, wanted in zip(models[1].parameters(), eager.parameters(), strict=True):
         assert torch.equal(found, wanted)
@@ -191,6 +192,39 @@ def test_a_step_waits_for_nothing(name):
             model(x).square().sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("name", ["vit", "convnext", "swin"])
+def test_rows_are_chosen_in_backward_as_well_by_graphs(name):
+    """Step after step, where passes are replayed; nothing waits for what is chosen."""
+    plain, model, x = pair(name, keep_ratio=0.5, sampler="norm")
+    uncaptured = torchsbp.apply(plain, keep_ratio=0.5, sampler="norm", capture=False)
+    for number in range(6):
+        torch.cuda.set_sync_debug_mode("error" if number > 3 else "default")
+        try:
+            model.zero_grad()
+            model(x).square().sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        uncaptured.zero_grad()
+        uncaptured(x).square().sum().backward()
+        assert_gradients(gradients_of(model), gradients_of(uncaptured), rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # Inductor's, on what is not enabled here
+@pytest.mark.parametrize("name", ["vit", "convnext", "swin"])
+def test_compiled_steps_choose_rows_in_backward_as_eager_ones_do(name):
+    _, eager, x = pair(name, keep_ratio=0.5, sampler="norm")
+    model = copy.deepcopy(eager)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(4):
+            model.zero_grad(), eager.zero_grad()
+            compiled(x).square().sum().backward()
+            eager(x).square().sum().backward()
+            assert_gradients(gradients_of(model), gradients_of(eager), rtol=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # Inductor's, on what is not enabled here

@@ -176,3 +176,15 @@ def test_saved_bytes_are_those_of_exact_gradients_and_the_marks(recompute):
         found.append(sum(storages.values()))
         assert y.requires_grad
     assert found[1] == found[0] + 8 * B * K
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_a_gpu_chooses_the_same_rows(prefix):
+    dy, at = uneven(B * N, C), marks(starts(), K)
+    rows, _, counts = choose(dy, at, options_of(prefix))
+    found, inverse, found_counts = choose(dy.cuda(), at.cuda(), options_of(prefix))
+    assert torch.equal(found.cpu(), rows)
+    assert torch.allclose(found_counts.cpu(), counts, rtol=1e-9)
+    assert torch.equal(inverse[found].cpu(), torch.arange(len(rows), dtype=torch.int32))
