@@ -60,6 +60,12 @@ def test_positions_of_a_video_model_are_those_of_its_first_sampled_stage(tmp_pat
     assert cells.flatten().nonzero().flatten().tolist() == positions.tolist()
 
 
+def test_what_is_chosen_in_backward_is_not_shown(tmp_path):
+    trainer = trainer_of(tmp_path, sbp={"sampler": "norm"})
+    trainer.model.train()(torch.rand(2, 3, 8, 32, 32)).sum().backward()
+    assert kept_cells(trainer.model, 8) is None
+
+
 def test_a_picture_is_dark_where_nothing_is_kept():
     cells = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # [2, 1, 2]
     png = strip(torch.ones(3, 4, 16, 16), cells)

@@ -9,7 +9,8 @@ from .model import Classifier, Frames
 
 
 def kept_cells(model: Classifier, frames: int) -> Tensor | None:
-    """``[T', H', W']``, 1 where it was kept; None if nothing has been sampled yet. Of blocks, the first one's."""
+    """``[T', H', W']``, 1 where it was kept; None if nothing has been sampled yet, or what is kept is not held. Of
+    blocks, the first one's."""
     body = model.body
     if isinstance(body, Frames) and body.sampling is not None:
         return kept_frames(body, frames)[:, None, None]
@@ -30,7 +31,7 @@ def kept_positions(body: nn.Module, frames: int) -> Tensor | None:
     """Of a grid over space and time, or of a grid of every frame."""
     entry, module = next(patched_entries(body))
     masks, drawn = entry.masks, entry.masks.drawn
-    if drawn is None:
+    if drawn is None or drawn.sites[0].marks is not None:
         return None
     grid = drawn.grids[masks.sites[0].stage]
     positions = masks.positions_kept(drawn, 0, entry.step(module).device).cpu()
