@@ -36,7 +36,7 @@ ANY: list[Any] = [
 ]  # fmt: skip
 GOOD: dict[str, list[Any]] = {
     "keep_ratio": [0.5, 1, 0.25, (0.25, 0.75), [0.5, 0.5], 1e-6, schedules.ramp(0.5, steps=8)],
-    "sampler": ["grid", "random", "stratified", "checkerboard", "frames", "frames_jitter"],
+    "sampler": ["grid", "random", "stratified", "norm", "checkerboard", "frames", "frames_jitter"],
     "attention": ["query", "qkv", "head", "exact"],
     "blocks": [None, 0.5, 1.0, [0], [-1], ["blocks.*"], ["stages.*"], lambda name, block: True],
     "scope": ["branch", "block"],
