@@ -47,8 +47,8 @@ def choose(dy: Tensor, marks: Tensor, options: BackwardOptions) -> Chosen:
 
 def probabilities(norms: Tensor, k: int) -> Tensor:
     """min(1, c · norm), with a c for every sample (a line of ``norms [B, n]``) such that they add up to k."""
-    norms = norms.double().clamp(min=1e-30)  # where all are zero all are alike
-    tails = norms.sort(1).values.cumsum(1).flip(1)[:, :k]  # sums of all but the m largest
+    norms = norms.clamp(min=1e-30)  # where all are zero all are alike
+    tails = norms.sort(1).values.cumsum(1, dtype=torch.float64).flip(1)[:, :k]  # sums of all but the m largest
     # For any c the sum is the least of m + c · tails[m] over m: so c is the greatest that one of them asks for.
     c = ((k - range_of(k, norms.device)) / tails).amax(1, keepdim=True)
     return (c * norms).clamp(max=1)
