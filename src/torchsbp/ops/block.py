@@ -1,8 +1,8 @@
 """The transformer block as one function: the attention branch, then the MLP branch, on the same kept rows.
 
 Saved per block: x (all rows; under rule "qkv" the kept ones), and the kept rows of the attention output and its
-log-sum-exp; all of them under rule "exact", where rows of the MLP alone are kept, and where rows are chosen in backward.
-The rows between the two branches are recomputed from these, so they need not be saved.
+log-sum-exp; all of them under rule "exact", where rows of the MLP alone are kept, and where rows are chosen in
+backward. The rows between the two branches are recomputed from these, so they need not be saved.
 """
 
 from functools import partial
@@ -85,8 +85,8 @@ class BlockInputs(NamedTuple):
 
 
 class BlockSaved(NamedTuple):
-    """What the function saves besides ``AttentionSaved``: the rows that the MLP keeps and their inverse, or the marks by
-    which they are chosen; these rows of the hidden layer, unless recomputed, and stochastic depth's factors per
+    """What the function saves besides ``AttentionSaved``: the rows that the MLP keeps and their inverse, or the marks
+    by which they are chosen; these rows of the hidden layer, unless recomputed, and stochastic depth's factors per
     sample."""
 
     rows: R.Rows
