@@ -102,7 +102,7 @@ CALLS = {
     "frames, chunk": (lambda: torchsbp.sbp_frames(LAYER, X, step=0, chunk=0), r"chunk=0 is not allowed; allowed: None"),
     "frames, a grid": (
         lambda: torchsbp.sbp_frames(LAYER, X, 0.6, step=0, sampler="grid"),
-        r"sampler='grid' keeps the same positions of all frames, hence all frames or none; allowed here: 'random', 'stratified', 'fr",
+        r"sampler='grid' keeps the same positions of all frames, hence all frames or none; allowed here: 'random', 's",
     ),
     "frames, a list of features": (
         lambda: torchsbp.sbp_frames(lambda frames: [frames], X, step=0),

@@ -10,7 +10,7 @@ from .chosen import apply_chosen
 from .local import apply_local
 
 Options = dict[str, Any]
-ALL = ("vit", "hybrid", "convnext", "convnext2", "swin")
+ALL = ("vit", "hybrid", "pooled", "convnext", "convnext2", "swin")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Arm:
         return isinstance((self.options or {}).get("keep_ratio"), Milestones)
 
 
-VIT, PYRAMID = ("vit", "hybrid"), ("convnext", "convnext2")
+VIT, PYRAMID = ("vit", "hybrid", "pooled"), ("convnext", "convnext2")
 TOKENS = (*VIT, "swin")
 FULL = "full"
 FALLING = 10**12

@@ -12,7 +12,7 @@ from torch import nn
 
 SIZES = ("full", "small", "toy")
 TITLES = {
-    "vit": "ViT", "hybrid": "hybrid ViT", "convnext": "ConvNeXt", "convnext2": "ConvNeXt, coarse stem",
+    "vit": "ViT", "hybrid": "hybrid ViT", "pooled": "hybrid ViT, pooled", "convnext": "ConvNeXt", "convnext2": "ConvNeXt, coarse stem",
     "swin": "Swin", "video": "Video Swin",
 }  # fmt: skip
 """of models, in figures"""
@@ -68,6 +68,11 @@ def hybrid(image: int, classes: int, embed_dim: int, **options: Any) -> nn.Modul
     return vit(image, classes, embed_dim=embed_dim, embed_layer=stem, **options)
 
 
+def pooled(image: int, classes: int, embed_dim: int, **options: Any) -> nn.Module:
+    """The same, read at the mean of its positions instead of a class token."""
+    return hybrid(image, classes, embed_dim, global_pool="avg", class_token=False, **options)
+
+
 def convnext(image: int, classes: int, dims: Sequence[int], **options: Any) -> nn.Module:
     """Behind a stem."""
     result = patched_convnext(image, classes, patch=1, scale=1.0, dims=dims, **options)
@@ -103,6 +108,11 @@ def video(image: int, classes: int, drop_path_rate: float, **options: Any) -> nn
     )
 
 
+HYBRID: Sizes = {
+    "full": {"embed_dim": 256, "depth": 7, "num_heads": 4},
+    "small": {"embed_dim": 64, "depth": 7, "num_heads": 2},
+    "toy": {"embed_dim": 32, "depth": 3, "num_heads": 2},
+}
 CONVNEXT: Sizes = {
     "full": {"depths": (1, 2, 6, 2), "dims": (48, 96, 192, 384)},
     "small": {"depths": (1, 1, 4, 1), "dims": (16, 32, 64, 128)},
@@ -118,14 +128,8 @@ MODELS = {
             "toy": {"embed_dim": 32, "depth": 3, "num_heads": 2},
         },
     ),
-    "hybrid": Recipe(
-        hybrid, TRANSFORMERS,
-        {
-            "full": {"embed_dim": 256, "depth": 7, "num_heads": 4},
-            "small": {"embed_dim": 64, "depth": 7, "num_heads": 2},
-            "toy": {"embed_dim": 32, "depth": 3, "num_heads": 2},
-        },
-    ),
+    "hybrid": Recipe(hybrid, TRANSFORMERS, HYBRID),
+    "pooled": Recipe(pooled, TRANSFORMERS, HYBRID),
     "convnext": Recipe(convnext, CONVOLUTIONS, CONVNEXT),
     "convnext2": Recipe(patched_convnext, CONVOLUTIONS, CONVNEXT),
     "swin": Recipe(
