@@ -25,7 +25,7 @@ def losses(data, model, arm, epochs=2):
     return [training.epoch(number) for number in range(epochs)]
 
 
-@pytest.mark.parametrize("model", ["vit", "hybrid", "convnext", "swin"])
+@pytest.mark.parametrize("model", ["vit", "hybrid", "pooled", "convnext", "swin"])
 def test_exact_arms_train_the_same_model(data, model):
     full = losses(data, model, "full")
     assert losses(data, model, "exact") == pytest.approx(full, rel=2e-3)
@@ -169,4 +169,4 @@ def test_models_have_five_to_seven_million_parameters():
     sizes = {
         name: sum(p.numel() for p in build(name, "full", 32, 10, drop_path_rate=0.0).parameters()) for name in MODELS
     }
-    assert all(4.5e6 < sizes[name] < 7e6 for name in ("vit", "hybrid", "convnext", "swin")), sizes
+    assert all(4.5e6 < sizes[name] < 7e6 for name in ("vit", "hybrid", "pooled", "convnext", "swin")), sizes

@@ -12,8 +12,8 @@ from torch import nn
 
 SIZES = ("full", "small", "toy")
 TITLES = {
-    "vit": "ViT", "hybrid": "hybrid ViT", "pooled": "hybrid ViT, pooled", "convnext": "ConvNeXt", "convnext2": "ConvNeXt, coarse stem",
-    "swin": "Swin", "video": "Video Swin",
+    "vit": "ViT", "hybrid": "hybrid ViT", "pooled": "hybrid ViT, pooled", "convnext": "ConvNeXt",
+    "convnext2": "ConvNeXt, coarse stem", "swin": "Swin", "video": "Video Swin",
 }  # fmt: skip
 """of models, in figures"""
 Sizes = dict[str, dict[str, Any]]
