@@ -46,7 +46,7 @@ def test_blocks_that_are_run_again_are_refused(name):
         UsageError, match=r"can't choose positions in backward.* Use another sampler: \['grid', 'random'"
     ):
         torchsbp.apply(model, config=NORM)
-    torchsbp.apply(model, 0.5)  # nothing was changed
+    torchsbp.apply(model, 1.0, sampler="norm")  # nothing was changed, and nothing is chosen
 
 
 @pytest.mark.parametrize("changes", [{"recompute": False}, {"blocks": 1.0}, {"keep_ratio": (0.75, 0.25)}], ids=str)

@@ -218,7 +218,7 @@ def strategies_for(
         how = config.scope, config.scale, i < recomputing, config.capture, recomputing == len(found)
         sampling = Sampling(masks, site, its_rule, *how)
         its_own = [(m, strategy_for(part, its.module, sampling)) for m, part in its.description.bindings(its.module)]
-        if site is not None and config.sampler in samplers.IN_BACKWARD:
+        if site is not None and config.sampler in samplers.IN_BACKWARD and config.keep_ratio != 1:
             refuse_drawn_rows(its, its_own[0][1], config)
         bound += its_own
     convolutions = stem(model, layout.stages_of(model))
