@@ -1,6 +1,7 @@
 """What torch raises for a machine's limits, in our words: which option to turn, with the numbers."""
 
 import re
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,15 +24,27 @@ def told(config: Config, processes: Processes) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError, *CUT_OFF) as error:
-        text = str(error)
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_FULL.search(text):
-            raise RunError(out_of_memory(text, config, processes)) from error
-        if end := end_of_worker(error):
-            raise RunError(
-                f"a process that reads data was {end}; often memory was short: fewer task.data.workers read less at "
-                "once. Continue with --resume auto"
-            ) from error
-        raise
+        try:
+            known = in_our_words(error, config, processes)
+        except RuntimeError as later:  # torch raises that a worker has ended at any moment, also at this one
+            error, known = later, in_our_words(later, config, processes)
+        if known is None:
+            raise
+        raise known from error
+
+
+def in_our_words(error: Exception, config: Config, processes: Processes) -> RunError | None:
+    """What is to be told instead, if it is known."""
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_FULL.search(text):
+        return RunError(out_of_memory(text, config, processes))
+    if end := end_of_worker(error):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it is told once
+        return RunError(
+            f"a process that reads data was {end}; often memory was short: fewer task.data.workers read less at "
+            "once. Continue with --resume auto"
+        )
+    return None
 
 
 def end_of_worker(error: Exception) -> str:
