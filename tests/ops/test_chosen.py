@@ -5,8 +5,9 @@ import torch
 
 from torchsbp.ops import reference
 from torchsbp.ops.block import transformer_block
-from torchsbp.ops.chosen import choose, marks, probabilities
+from torchsbp.ops.chosen import marks, probabilities
 from torchsbp.ops.conv_block import ConvParams, ConvSpec, conv_block
+from torchsbp.ops.device import device_of
 from torchsbp.ops.heads import AttentionSpec
 from torchsbp.ops.layers import NO_NORM, BackwardOptions, Norm
 from torchsbp.ops.mlp import MLPSpec, mlp_branch
@@ -37,6 +38,10 @@ def spec_of(rule="query"):
 
 def options_of(prefix=0, recompute=True):
     return BackwardOptions(recompute=recompute, row_weight=RowWeight((N - prefix) / K, prefix))
+
+
+def choose(dy, marks, options):
+    return device_of(dy).choose(dy, marks, options)
 
 
 def starts(samples=B):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchsbp.ops import device as devices
 from torchsbp.ops import mlp
 from torchsbp.ops.activations import ACTIVATIONS, GATED, Activation
 from torchsbp.ops.attention import attention_branch
@@ -18,6 +19,7 @@ from torchsbp.ops.kernel_steps import (
     ACTIVATION_CODES,
     ACTIVATION_TILE,
     KernelSteps,
+    choose_rows,
     keep_rows,
     launch,
     rotated,
@@ -106,6 +108,47 @@ def test_keep(rows_first, x_rows, dtype):
     for ours, plain in zip(found, CPU().save_attention(x, o, lse, rows, dtype, x_rows), strict=True):
         assert ours.is_contiguous()
         assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 2])
+@pytest.mark.parametrize("k", [1, 7, 18, 19])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 3.0])
+def test_choose(spread, k, prefix):
+    """Rows of lengths that are alike, or differ a thousandfold: many are certain then. Lengths are summed up in another
+    order, so rows may differ where a mark lies on the edge of two: here none does."""
+    lengths = (spread * randn(SAMPLES * N)).exp()
+    dy = lengths[:, None] * torch.nn.functional.normalize(randn(SAMPLES * N, C))
+    at = marks(torch.tensor([1e-6, 1 / torch.pi, 1 - 1e-6], dtype=torch.float64), k).to(DEVICE)
+    options = BackwardOptions(row_weight=RowWeight(1.0, prefix))
+    found, expected = CUDA().choose(dy, at, options), CPU().choose(dy, at, options)
+    assert torch.equal(found.rows, expected.rows)
+    torch.testing.assert_close(found.counts, expected.counts, rtol=1e-5, atol=0)
+    assert torch.equal(found.inverse, inverse(expected.rows, SAMPLES * N))
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|divide by zero):RuntimeWarning")  # of the interpreter
+def test_choose_of_what_is_zero_or_not_finite():
+    """Zeros are all alike. Rows stay within their sample whatever comes, and what is not finite is seen by a scaler."""
+    dy, k = randn(4 * N, C), 6
+    dy[:N], dy[N : 2 * N - 1], dy[2 * N, 0], dy[3 * N + 4, 1] = 0, 0, torch.nan, torch.inf
+    found = choose_rows(launch, dy, marks(torch.full((4,), 0.5, dtype=torch.float64), k).to(DEVICE), 1)
+    rows, counts = found.rows.view(4, -1), found.counts.view(4, -1)
+    assert torch.equal(rows // N, torch.arange(4, device=DEVICE)[:, None].expand(4, 1 + k))
+    assert torch.equal(rows[:, 0] % N, torch.zeros(4, dtype=torch.int64, device=DEVICE))
+    torch.testing.assert_close(counts[0, 1:], torch.full((k,), (N - 1) / k, device=DEVICE))
+    assert counts[1, -1] == 1
+    assert int(rows[1, -1]) == 2 * N - 1
+    assert not counts[3].isfinite().all()
+    assert counts[2].isfinite().all()  # its row is of the prefix: kept always
+
+
+def test_rows_that_no_program_can_hold_are_chosen_plainly(monkeypatch):
+    monkeypatch.setattr(devices, "CHOSEN_AMONG", N - 1)
+    monkeypatch.setattr(devices, "choose_rows", None)
+    dy, at = randn(SAMPLES * N, C), marks(torch.full((SAMPLES,), 0.5, dtype=torch.float64), 5).to(DEVICE)
+    found, expected = (its.choose(dy, at, BackwardOptions()) for its in (CUDA(), CPU()))
+    assert torch.equal(found.rows, expected.rows)
+    assert torch.equal(found.inverse, inverse(expected.rows, SAMPLES * N))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -22,7 +22,6 @@ from .attention import (
     attention_saved,
 )
 from .captured import captured_backward, captured_forward
-from .chosen import choose
 from .compiling import op
 from .device import device_of
 from .heads import AttentionParams, AttentionSpec, AttentionWeights, attention_weights
@@ -138,7 +137,7 @@ class _TransformerBlock(torch.autograd.Function):
 
         weight: R.Weight = options.row_weight
         if marks is not None:
-            rows, inverse, weight = choose(dy, marks, options)
+            rows, inverse, weight = device.choose(dy, marks, options)
             h = None if h is None else R.take(h, rows)
             if spec1.rule.query_rows:
                 saved = attention_kept(saved, rows, inverse)

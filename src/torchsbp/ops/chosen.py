@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from .constants import constant, range_of
-from .device import device_of
 from .layers import BackwardOptions, Grad
 
 
@@ -29,10 +28,15 @@ def marks(start: Tensor, k: int) -> Tensor:
     return 1 + range_of(k, start.device) - start[:, None]
 
 
-def choose(dy: Tensor, marks: Tensor, options: BackwardOptions) -> Chosen:
-    """Of ``dy [B * N, C]``; the first rows of a sample, its prefix, are kept always, and count once."""
+def prefix_of(options: BackwardOptions) -> int:
+    """The first rows of a sample that are kept always, and count once."""
+    return 0 if options.row_weight is None else options.row_weight.prefix
+
+
+def choose(dy: Tensor, marks: Tensor, prefix: int) -> Chosen:
+    """Of ``dy [B * N, C]``, without the inverse."""
     (samples, k), size, wide = marks.shape, dy.shape[0], torch.promote_types(dy.dtype, torch.float32)
-    n, prefix = size // samples, 0 if options.row_weight is None else options.row_weight.prefix
+    n = size // samples
     norms = torch.linalg.vector_norm(dy.view(samples, n, -1)[:, prefix:], dim=2, dtype=wide)
     p = probabilities(norms, k)
     picks = torch.searchsorted(p.cumsum(1), marks).clamp(max=n - prefix - 1)
@@ -42,7 +46,7 @@ def choose(dy: Tensor, marks: Tensor, options: BackwardOptions) -> Chosen:
         picks = torch.cat([always, prefix + picks], 1)
         counts = torch.cat([torch.ones_like(always, dtype=wide), counts], 1)
     rows = (first_rows(samples, n, dy.device) + picks).flatten()
-    return Chosen(rows, device_of(dy).inverse(rows, size), counts.flatten())
+    return Chosen(rows, None, counts.flatten())
 
 
 def probabilities(norms: Tensor, k: int) -> Tensor:

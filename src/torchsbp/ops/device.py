@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import rows as R
+from .chosen import Chosen, choose, prefix_of
 from .compiling import compiling, read_to_be_captured
 from .graphs import LARGEST, Pass, Tensors, run_pass, seen
-from .kernel_steps import KernelSteps, keep_rows, rotated, scaled_last_layer, take_rows
+from .kernel_steps import CHOSEN_AMONG, KernelSteps, choose_rows, keep_rows, rotated, scaled_last_layer, take_rows
 from .launch import launch
-from .layers import Grad, LastLayer, cast, last_layer_gradients, stacked
+from .layers import BackwardOptions, Grad, LastLayer, cast, last_layer_gradients, stacked
 from .operators import named_pass
 from .rotary import rotate, rotate_backward
 from .steps import Steps
@@ -109,6 +110,11 @@ class Device:
     def inverse(self, rows: Tensor, size: int) -> Grad:
         """The inverse of kept rows among ``size`` rows, made once for all ops; None where the steps don't read it."""
         return None
+
+    def choose(self, dy: Tensor, marks: Tensor, options: BackwardOptions) -> Chosen:
+        """The rows of ``dy [B * N, C]`` on which these marks ``[B, k]`` lie."""
+        chosen = choose(dy, marks, prefix_of(options))
+        return chosen._replace(inverse=self.inverse(chosen.rows, dy.shape[0]))
 
 
 class CPU(Device):
@@ -249,6 +255,13 @@ class CUDA(Device):
 
     def inverse(self, rows: Tensor, size: int) -> Grad:
         return R.inverse(rows, size)
+
+    def choose(self, dy: Tensor, marks: Tensor, options: BackwardOptions) -> Chosen:
+        """In two kernels, if a program can hold the rows of a sample."""
+        among = dy.shape[0] // marks.shape[0]
+        if not self.fits(dy) or type(among) is not int or among > CHOSEN_AMONG:
+            return super().choose(dy, marks, options)
+        return choose_rows(self.launch, dy, marks, prefix_of(options))
 
 
 def sum_of(parts: Sequence[Tensor]) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import rows as R
 from .activations import GATED, activation_named
+from .chosen import Chosen
 from .compiling import compiling
 from .launch import launch
 from .layers import Grad, LastLayer, Normed
@@ -92,6 +93,31 @@ def keep_rows(
         **tile(max(C, width), 1024),
     )  # fmt: skip
     return kept_x, kept_o, kept_lse
+
+
+CHOSEN_AMONG, MARKS_AT_ONCE = 4096, 16
+"""rows of a sample that a program can hold, and marks that are looked for side by side"""
+
+
+def choose_rows(launch: Launch, dy: Tensor, marks: Tensor, prefix: int) -> Chosen:
+    """``chosen.choose``, and the inverse."""
+    (samples, k), (size, C), dy = marks.shape, dy.shape, dy.contiguous()
+    n, device = size // samples, dy.device
+    lengths = torch.empty(size, dtype=torch.float32, device=device)
+    launch(
+        "lengths", (8 * PROGRAMS_PER_PROCESSOR * processors(device),),
+        x=dy, lengths=lengths, count=size, C=C, **tile(C, 1024),
+    )  # fmt: skip
+    rows = torch.empty(samples * (prefix + k), dtype=torch.int64, device=device)
+    counts = torch.empty(rows.shape[0], dtype=torch.float32, device=device)
+    inverse = torch.empty(size, dtype=torch.int32, device=device)
+    block = 1 << (n - 1).bit_length()
+    launch(
+        "choose", (samples,),
+        lengths=lengths, marks=marks.contiguous(), rows=rows, counts=counts, inverse=inverse, n=n, k=k, prefix=prefix,
+        BLOCK=block, AT_ONCE=MARKS_AT_ONCE, num_warps=min(8, max(1, block // 128)),
+    )  # fmt: skip
+    return Chosen(rows, inverse, counts)
 
 
 def scaled_last_layer(

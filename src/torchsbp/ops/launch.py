@@ -28,6 +28,8 @@ WRITTEN = {
     "stack": {"stacked", "sums"},
     "norm_backward": {"dx", "half", "scaled", "sums"},
     "last_layer": {"product", "dbias", "dscale"},
+    "lengths": {"lengths"},
+    "choose": {"rows", "counts", "inverse"},
     "take": {"kept"},
     "keep": {"kept_x", "kept_o", "kept_lse"},
     "window_forward": {"o", "lse"},

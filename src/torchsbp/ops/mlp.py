@@ -13,7 +13,6 @@ from torch import Tensor
 from . import rows as R
 from .activations import activate, activation_named
 from .captured import captured_backward, captured_forward
-from .chosen import choose
 from .compiling import compiling, op
 from .device import Device, device_of, weight_gradient
 from .layers import (
@@ -294,7 +293,7 @@ class _MLPBranch(torch.autograd.Function):
 
         weight: R.Weight = options.row_weight
         if marks is not None:
-            rows, inverse, weight = choose(dy, marks, options)
+            rows, inverse, weight = device.choose(dy, marks, options)
             h = None if h is None else R.take(h, rows)
         n = steps.normalise(R.flat(x), affine, spec.dtype, after=dy, rows=None if marks is None else rows)
         cast_weights = MLPWeights(*device.cast(n.y.dtype, *mlp_weights(p)[:3], after=dy))

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..adapters.names import find
 from ..config import SBPConfig
 from ..errors import UsageError, shown
-from ..ops.chosen import choose
+from ..ops.device import device_of
 from ..ops.layers import BackwardOptions
 from ..ops.rows import RowWeight
 from ..sampling.masks import Masks
@@ -280,7 +280,7 @@ class ChoosingGate(Gate):
         """0 where it is dropped."""
         rows = dy.movedim(1, -1) if self.layout(dy)[-1] != 1 else dy
         options = BackwardOptions(row_weight=RowWeight(1.0, self.prefix))
-        kept, _, counts = choose(rows.reshape(-1, rows.shape[-1]), self.positions, options)
+        kept, _, counts = device_of(dy).choose(rows.reshape(-1, rows.shape[-1]), self.positions, options)
         return self.map(dy.new_zeros(dy.shape[0] * self.n).index_put((kept,), counts).view(-1, self.n), dy)
 
 
