@@ -95,8 +95,8 @@ def keep_rows(
     return kept_x, kept_o, kept_lse
 
 
-CHOSEN_AMONG, MARKS_AT_ONCE = 4096, 16
-"""rows of a sample that a program can hold, and marks that are looked for side by side"""
+CHOSEN_AMONG = 4096
+"""rows of a sample that a program can hold"""
 
 
 def choose_rows(launch: Launch, dy: Tensor, marks: Tensor, prefix: int) -> Chosen:
@@ -115,7 +115,7 @@ def choose_rows(launch: Launch, dy: Tensor, marks: Tensor, prefix: int) -> Chose
     launch(
         "choose", (samples,),
         lengths=lengths, marks=marks.contiguous(), rows=rows, counts=counts, inverse=inverse, n=n, k=k, prefix=prefix,
-        BLOCK=block, AT_ONCE=MARKS_AT_ONCE, num_warps=min(8, max(1, block // 128)),
+        BLOCK=block, num_warps=min(8, max(1, block // 128)),
     )  # fmt: skip
     return Chosen(rows, inverse, counts)
 

@@ -58,10 +58,9 @@ def lengths(x, lengths, count, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def choose(
-    lengths, marks, rows, counts, inverse, n, k, prefix, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """Program b: of the n rows of sample b. Arithmetic is in float64, that marks lie on the rows that they should."""
+def choose(lengths, marks, rows, counts, inverse, n, k, prefix, BLOCK: tl.constexpr):
+    """Program b: of the n rows of sample b. Probabilities are laid end to end in multiples of 2^-40, whose sums are
+    exact: so no row has two marks, and none but a row's own threads has to know where it ends."""
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     free = (i >= prefix) & (i < n)
@@ -78,20 +77,20 @@ def choose(
         among = tl.where(more, tl.sum(tl.where(clipped, 0.0, length), 0), among)
         c = tl.where(more, (k - found) / among, c)
         always = found
-    ends = tl.cumsum(tl.where(c * length >= 1.0, 1.0, c * length), 0)
+    p = tl.where(c * length >= 1.0, 1.0, c * length)
+
+    one: tl.constexpr = 1 << 40
+    wide = tl.where(p > 0.0, p * one, 0.0).to(tl.int64)
+    start = ((1.0 - tl.load(marks + b * k)) * one).to(tl.int64)
+    ends = start + tl.cumsum(wide, 0)
+    mark = (ends >> 40) - 1  # the last one up to there
+    chosen = free & (mark >= ((ends - wide) >> 40)) & (mark < k)
 
     own = b * (prefix + k)
-    tl.store(inverse + b * n + i, tl.where(i < prefix, own + i, -1).to(tl.int32), i < n)
-    tl.store(rows + own + i, b * n + i, i < prefix)
-    tl.store(counts + own + i, tl.full([BLOCK], 1.0, tl.float32), i < prefix)
+    tl.store(rows + own + i, b * n + i, i < prefix + k)  # what no row takes, where sums are rounded or NaN, counts 0
+    tl.store(counts + own + i, tl.where(i < prefix, 1.0, 0.0 * among).to(tl.float32), i < prefix + k)
     tl.debug_barrier()  # threads write where others have written
-    for first in range(0, k, AT_ONCE):
-        j = first + tl.arange(0, AT_ONCE)
-        mark = tl.load(marks + b * k + j, j < k, 0.0)
-        before = free[:, None] & (ends[:, None] < mark[None, :])
-        pick = tl.minimum(prefix + tl.sum(before.to(tl.int32), 0), n - 1)
-        its = tl.load(lengths + b * n + pick, j < k, 1.0).to(tl.float64)
-        its = c * tl.where(its < 1e-30, 1e-30, its)
-        tl.store(rows + own + prefix + j, b * n + pick, j < k)
-        tl.store(counts + own + prefix + j, tl.where(its >= 1.0, 1.0, 1.0 / its).to(tl.float32), j < k)
-        tl.store(inverse + b * n + pick, (own + prefix + j).to(tl.int32), j < k)
+    tl.store(rows + own + prefix + mark, b * n + i, chosen)
+    tl.store(counts + own + prefix + mark, (1.0 / tl.where(chosen, p, 1.0)).to(tl.float32), chosen)
+    place = tl.where(i < prefix, own + i, tl.where(chosen, own + prefix + mark, -1))
+    tl.store(inverse + b * n + i, place.to(tl.int32), i < n)
