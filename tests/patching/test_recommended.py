@@ -6,7 +6,7 @@ from torch import nn
 
 import torchsbp
 from torchsbp import SBPConfig
-from torchsbp.adapters import ADAPTERS, match
+from torchsbp.adapters import ADAPTERS, find_backbones, match
 from torchsbp.config import PRESETS, resolved
 from torchsbp.patching.entry import entries
 from torchsbp.patching.survey import resolved_for
@@ -49,6 +49,31 @@ def test_nothing_given_keeps_the_share_of_the_default(name, positions):
     prefix, grid = positions
     first = next(iter(kept(name).values()))
     assert first.shape[1] == prefix + round(FAMILIES[name].default["keep_ratio"] * grid)
+
+
+def recommended_for(model: nn.Module):
+    (found,) = find_backbones(model)
+    _, module, adapter, _ = found
+    return adapter.recommended_for(module)
+
+
+READ_AT = {
+    "a class token": ("vit", {}, VIT),
+    "the mean": ("vit", {"global_pool": "avg"}, UNTRIED),
+    "the mean, without a class token": ("vit", {"global_pool": "avg", "class_token": False}, UNTRIED),
+    "an attentive pooling": ("vit", {"global_pool": "map", "class_token": False}, UNTRIED),
+    "maps": ("vit", {"features_only": True}, UNTRIED),
+    "both, by transformers": ("transformers dinov2", {}, UNTRIED),
+    "a class token, by transformers": ("transformers vit", {}, VIT),
+    "the mean, of a Swin": ("swin", {}, SWIN),
+}
+
+
+@pytest.mark.parametrize("name, options, expected", READ_AT.values(), ids=READ_AT)
+def test_what_is_recommended_depends_on_where_a_vit_is_read(name, options, expected):
+    model = MODELS[name].model(**options)
+    assert recommended_for(model) is expected
+    assert configs(torchsbp.apply(model)) == [SBPConfig(**expected.default)]
 
 
 def test_families_are_as_the_table_says():

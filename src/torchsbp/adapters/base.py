@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ..ops.rules import RULES
-from ..sampling.recommended import UNTRIED, Recommended
+from ..sampling.recommended import UNTRIED, Recommended, read_elsewhere
 from .layouts import Grid, Layout, last_blocks
 from .names import class_name, class_of, find, inside, qualified
 
@@ -133,7 +133,7 @@ class Adapter:
     - ``layouts``: of the model class, and of the classes that hold its blocks otherwise.
     - ``default_blocks``: (blocks per stage, fraction or None) -> how the papers choose: for each stage a slice.
     - ``downsample``: descriptions of the layers between stages; None where there are none to sample.
-    - ``recommended``: what keep-ratios that are names mean for the family.
+    - ``recommended``: what keep-ratios that are names mean for the family; ``recommended_for``: for one of its models.
     """
 
     name: str
@@ -159,6 +159,11 @@ class Adapter:
         names = {qualified(cls) for cls in type(model).__mro__}
         layouts = (layout for layout in reversed(self.every_layout) if layout.model in names)
         return next((layout for layout in layouts if not layout.holds_any or self._is_in(model, layout)), None)
+
+    def recommended_for(self, model: nn.Module) -> Recommended:
+        layout = self.layout_for(model)
+        assert layout is not None
+        return self.recommended if layout.read_at_token(model) else read_elsewhere(self.recommended)
 
     def _is_in(self, model: nn.Module, layout: Layout) -> bool:
         blocks = (find(model, name) for stage in layout.stages_of(model) for name in stage.blocks)

@@ -119,6 +119,10 @@ class Layout:
     def prefix_of(self, model: nn.Module) -> int:
         return self.prefix if isinstance(self.prefix, int) else self.prefix(model)
 
+    def read_at_token(self, model: nn.Module) -> bool:
+        """Whether the model's output is made of a token in front. timm's models say how they are pooled."""
+        return self.prefix_of(model) > 0 and getattr(model, "global_pool", "token") == "token"
+
 
 def last_blocks(depths: list[int], fraction: float | None = None) -> list[range]:
     """The last two thirds of a model with one stage, as the papers sample a ViT (8 of 12)."""

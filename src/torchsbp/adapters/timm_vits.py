@@ -38,7 +38,6 @@ QWEN3 = Adapter(
     name="timm Qwen3 ViT",
     layouts=like_vit("qwen3_vit.Qwen3VitEncoder", prefix=0),
     blocks=dict(EVA.blocks),
-    recommended=recommended.VIT,
 )
 
 DEEPSEEK = Adapter(

@@ -176,13 +176,14 @@ def transformer(
         name=f"transformers {name}",
         blocks={cls + block: descriptions},
         layouts=layouts(cls, models, layout),
-        recommended=recommended.VIT,
     )
 
 
 def vit(name: str, cls: str, prefix: int) -> Adapter:
+    """Of images. Other families may be read anywhere: as towers, backbones, or by more than one head."""
     descriptions, blocks = (vit_block(cls), nested_block(cls)), ("layers", "encoder.layer")
-    return transformer(name, cls, *descriptions, prefix=prefix, blocks=blocks)
+    adapter = transformer(name, cls, *descriptions, prefix=prefix, blocks=blocks)
+    return replace(adapter, recommended=recommended.VIT)
 
 
 def dinov2(name: str, cls: str, prefix: Prefix) -> Adapter:

@@ -8,7 +8,6 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..sampling import recommended
 from .base import Adapter, Plain
 from .layouts import Grid, Layout, Stage, Stride, early_stages
 from .names import find
@@ -58,10 +57,9 @@ BLOCK = Windowed(
 def sam(name: str, module: str, prefix: str) -> Adapter:
     cls = family(module, f"{prefix}Vision")
     block = replace(BLOCK, idle=("attn.dropout",), classes={"attn": (f"{cls}SdpaAttention",)})
-    adapter = transformer(
+    return transformer(
         *(name, cls, block), models=("Encoder",), entry="patch_embed.projection", block="Layer", blocks=("layers",)
     )
-    return replace(adapter, recommended=recommended.UNTRIED)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,7 @@
 """Hugging Face transformers: vision towers of models of images and text, beside those of CLIP and SigLIP; DPT's ViT."""
 
-from dataclasses import replace
-
 from torch import nn
 
-from ..sampling import recommended
 from .base import Adapter
 from .lean import TransformerBlock
 from .names import find
@@ -109,7 +106,6 @@ def dpt_block() -> TransformerBlock:
 
 
 DPT = transformer("DPT", DPT_CLASSES, dpt_block(), prefix=1, entry=dpt_entry, block="ViTLayer")
-DPT = replace(DPT, recommended=recommended.UNTRIED)  # it is made for maps, of which no contest has been run
 
 ADAPTERS = (
     *(ALT_CLIP, CHINESE_CLIP, METACLIP_2, OWL_VIT, OWL_V2, KOSMOS_2, IDEFICS_2, IDEFICS_3, SMOL_VLM),

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..sampling import recommended
 from .base import Adapter
 from .layouts import Layout, Stage, member_names
 from .lean import RotaryBlock
@@ -92,4 +91,4 @@ def vjepa2() -> Adapter:
     return replace(encoder, blocks=blocks, layouts=(*encoder.every_layout, classifier))
 
 
-ADAPTERS = tuple(replace(its, recommended=recommended.UNTRIED) for its in (VIDEOMAE, VIVIT, vjepa2()))
+ADAPTERS = (VIDEOMAE, VIVIT, vjepa2())

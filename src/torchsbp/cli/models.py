@@ -94,7 +94,7 @@ def examine(model: nn.Module) -> dict[str, Any]:
             "family": adapter.name,
             "model": qualified(module),
             "blocks": list(blocks(module, adapter, layout)),
-            "recommended": adapter.recommended._asdict(),
+            "recommended": adapter.recommended_for(module)._asdict(),
         }
         for name, module, adapter, layout in find_backbones(model)
     ]
@@ -109,7 +109,7 @@ def examine(model: nn.Module) -> dict[str, Any]:
 
 def blocks(model: nn.Module, adapter: Adapter, layout: Layout) -> Iterator[dict[str, Any]]:
     """Blocks and layers between stages; problems are told without names, so that those of like blocks are alike."""
-    for place in survey(model, adapter, layout, resolved(SBPConfig(), adapter.recommended)):
+    for place in survey(model, adapter, layout, resolved(SBPConfig(), adapter.recommended_for(model))):
         yield {
             "name": place.name,
             "class": bare_name(place.module),

@@ -46,7 +46,7 @@ class Patcher:
                 f"late. Give {name} to the trainer when that is made; where a model is built later (configure_model, "
                 f"model_init), call torchsbp.apply(model, config=config) there and give {name} the same config."
             )
-        wanted = [resolved(self.config, adapter.recommended) for _, _, adapter, _ in find_backbones(model)]
+        wanted = [resolved(self.config, adapter.recommended_for(its)) for _, its, adapter, _ in find_backbones(model)]
         if any(config not in wanted for config in found):
             raise UsageError(
                 f"the model is patched with {found[0]}, but {name} has {self.config}. Give {name} the same config, or "

@@ -180,7 +180,7 @@ def strategies_for(
     name: str, model: nn.Module, adapter: Adapter, layout: Layout, config: SBPConfig
 ) -> tuple[nn.Module, Entry, list[tuple[nn.Module, Strategy]]]:
     """What to bind to which module of a backbone: its entry with its strategy, and the sampled and exact modules."""
-    config = resolved(config, adapter.recommended)
+    config = resolved(config, adapter.recommended_for(model))
     found = survey(model, adapter, layout, config)
     refuse_problems(adapter, found)
     entry_module = layout.entry_of(model)

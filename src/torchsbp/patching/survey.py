@@ -38,7 +38,7 @@ def resolved_for(model: nn.Module, config: Config) -> Config:
     backbones differ in that, and anything else too."""
     if not isinstance(config, SBPConfig):
         return config
-    found = [resolved(config, adapter.recommended) for _, _, adapter, _ in find_backbones(model)]
+    found = [resolved(config, adapter.recommended_for(its)) for _, its, adapter, _ in find_backbones(model)]
     return found[0] if found and all(its == found[0] for its in found) else config
 
 

@@ -21,6 +21,12 @@ HALF: Options = {"keep_ratio": 0.5}
 UNTRIED = Recommended(default=EXACT, fast=HALF)
 """Families of which no contest has been run."""
 VIT = Recommended(default=HALF, fast={"keep_ratio": 0.25, "blocks": 0.75})
-"""Of images, with one stage."""
+"""Of images, with one stage, read at a class token."""
 CONVNEXT = SWIN = Recommended(default=EXACT, fast=EXACT)
 """At equal time nothing sampled was as good."""
+
+
+def read_elsewhere(family: Recommended) -> Recommended:
+    """For models of a family that are not read at a class token: of such ViTs no contest has been run, and sampled
+    gradients have several times as much noise."""
+    return UNTRIED if family is VIT else family
