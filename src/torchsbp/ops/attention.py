@@ -164,11 +164,11 @@ def attention_backward(
     needs: Needs,
     cut: Cut,
 ) -> tuple[Tensor, Grad, AttentionProducts]:
-    """Take the gradient ``do`` of the attention output (from ``output_backward``) to that of the normalised x.
+    """Backpropagate ``do``, the gradient of the attention output (from ``output_backward``), to the normalised x.
 
     Returns the gradient of ``n.y [B * m, C]``, what to add to it at the query rows (None: nothing), and the products
-    for the parameters. All rows of ``n.y`` are keys and values; the queries are its rows ``rows`` (None: all, in
-    order), which ``n.y_kept`` holds. Rows of ``do`` and ``o [B * k, H * D]`` and of ``lse [B, H, k]`` belong to the
+    for the parameters. All rows of ``n.y`` give keys and values; its rows ``rows`` (None: all, in order), which
+    ``n.y_kept`` holds, give queries. Rows of ``do`` and ``o [B * k, H * D]`` and of ``lse [B, H, k]`` belong to the
     queries. Q, K, V are recomputed unless saved.
     """
     weight, bias, *_ = cast_weights
@@ -220,9 +220,9 @@ def attention_input_backward(
     dtype: torch.dtype,
     cut: Cut = NO_WINDOWS,
 ) -> tuple[Tensor, AttentionProducts]:
-    """Take ``do`` to the gradient of x on all rows, ``[B * N, C]``: ``attention_backward``, then the norm before it.
-    The residual path's cotangent is added: ``kept`` at kept rows (None: ``base`` there too), and at the others
-    ``base``, or nothing in scope "block"."""
+    """Backpropagate ``do`` to x on all rows, ``[B * N, C]``: ``attention_backward``, then the norm before it. The
+    residual path's cotangent is added: ``kept`` at kept rows (None: ``base`` there too), and at the others ``base``,
+    or nothing in scope "block"."""
     x_rows = None if spec.rule.key_rows else saved.rows  # which rows of the saved x are the kept ones
     affine = Affine(p.norm_weight, p.norm_bias, spec.norm)
     n = steps.normalise(R.flat(saved.x), affine, spec.dtype, after=base, kept=x_rows, inverse=saved.inverse)

@@ -1,10 +1,9 @@
 """Rows chosen in backward, when their cotangents are known (docs/method.md, section 4).
 
 Row i of a sample is kept with probability ``p_i = min(1, c · |dy_i|)`` and counts 1/p_i; every sample has its own c,
-such that Σ p_i = k. Sampling is systematic: lay the probabilities end to end as intervals, put k marks at distance one
-on this line, the first at random, and keep the rows in whose intervals the marks lie. So every sample keeps exactly k
-rows, in order, and rarely two neighbours. Forward draws the marks; given these, what is kept follows from the
-cotangents alone.
+such that Σ p_i = k. Sampling is systematic: the probabilities are laid end to end as intervals, k marks are put on this
+line at distance one, the first at random, and a row is kept if a mark lies in its interval. So every sample keeps k
+rows, in order, and rarely two neighbours. Forward draws the marks; the rest follows from the cotangents alone.
 """
 
 from typing import NamedTuple
@@ -55,8 +54,7 @@ def probabilities(norms: Tensor, k: int) -> Tensor:
     """Return ``p = min(1, c · norms)`` for ``norms [B, n]``, with a c for every sample such that its p add up to k."""
     norms = norms.clamp(min=1e-30)  # if all are zero, all rows are equally likely
     tails = norms.sort(1).values.cumsum(1, dtype=torch.float64).flip(1)[:, :k]  # sums of all but the m largest
-    # For any c, Σ p is the minimum over m of m + c · tails[m] (the m largest at 1). It is k for the greatest c that
-    # solves one of m + c · tails[m] = k.
+    # Σ p is the least of m + c · tails[m] over m. So it is k for the greatest c that solves one m + c · tails[m] = k.
     c = ((k - range_of(k, norms.device)) / tails).amax(1, keepdim=True)
     return (c * norms).clamp(max=1)
 

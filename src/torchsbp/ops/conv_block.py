@@ -1,9 +1,8 @@
 """The ConvNeXt block as one function: ``y = x + s · gate(γ ∘ (W₂ act(W₁ norm(conv(x)) + b₁) + b₂))``.
 
 It is the MLP branch on the output u of a convolution that keeps the size of x, plus x. The convolution is exact: all of
-x is saved, in the precision of products; of u only the kept rows. Left to autograd, the convolution and the sum would be
-some fifteen launches beside the branch's captured passes, and the gradient of the convolution's input would take twice
-the time of its forward.
+x is saved, in the precision of products; of u only the kept rows. Left to autograd, convolution and sum would be some
+fifteen launches beside the branch's captured passes, and the gradient of x would take twice the convolution's forward.
 """
 
 from functools import partial
@@ -76,8 +75,7 @@ class ConvInputs(NamedTuple):
 
 
 class ConvSaved(NamedTuple):
-    """What the function saves before what the branch saves: x and the convolution's weight, in the precision of
-    products."""
+    """What the function saves before what the branch saves: x and the weight, in the precision of products."""
 
     x: Tensor
     weight: Tensor

@@ -44,16 +44,14 @@ def encoded(encoder: Callable[[Tensor], Tensor], frames: Tensor) -> Tensor:
 
 
 def _casts_forgotten(device: str) -> AbstractContextManager[object]:
-    """Autocast without its cache: it would hand out casts of weights made without gradients later, where they are
-    needed."""
+    """Autocast without its cache: a cast of a weight, made without gradients and reused later, would pass none."""
     if not torch.is_autocast_enabled(device):
         return nullcontext()
     return torch.autocast(device, torch.get_autocast_dtype(device), cache_enabled=False)
 
 
 def in_chunks(encoder: Callable[[Tensor], Tensor], frames: Tensor, chunk: int | None) -> Tensor:
-    """Run the encoder in chunks of at most ``chunk`` frames, as equal as possible, for a compiled one to see few shapes.
-    """
+    """Run the encoder in chunks of at most ``chunk`` frames, as equal as possible: a compiled one sees few shapes."""
     size = -(-len(frames) // -(-len(frames) // chunk)) if chunk else len(frames)
     found = None
     for start in range(0, len(frames), size):

@@ -75,7 +75,7 @@ class AttentionWeights(NamedTuple):
 
 
 def attention_weights(p: AttentionParams) -> tuple[Any, ...]:
-    """Return what ``AttentionWeights`` has, to be cast."""
+    """Return the parameters that ``AttentionWeights`` holds, before they are cast."""
     return p.qkv_weights, p.qkv_bias, p.proj_weight, p.proj_bias
 
 
@@ -187,8 +187,8 @@ def in_windows_backward(
     spec: AttentionSpec,
     needs_bias: bool,
 ) -> WindowGradients:
-    """Differentiate attention in windows. If windows keep unequally many queries, these are put where they are among
-    all rows, and windows are taken whole."""
+    """Backward of attention in windows. If windows keep unequally many queries, these are put where they are among all
+    rows, and windows are taken whole."""
     assert p.score_bias is not None
     (q, k, v), unequal = qkv, cut.kept is None and rows is not None
     if unequal:
@@ -217,7 +217,7 @@ def in_windows_backward(
 
 
 def padding_backward(d_padding: Padding | None, p: AttentionParams, spec: AttentionSpec) -> Padding | None:
-    """Take the gradient of padding's key to before the norm of keys."""
+    """Backpropagate through the norm of keys to padding's key."""
     if d_padding is None or spec.qk_norm is None or p.qkv_bias is None:
         return d_padding
     assert p.k_norm_weight is None, "padding's part in the gradient of a norm of keys is not computed"

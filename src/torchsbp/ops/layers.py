@@ -199,7 +199,7 @@ class NormGradients(NamedTuple):
 def norm_backward(
     dy: Tensor, n: Normed, weight: Grad, bias: Grad, static: Norm, needs_weight: bool, needs_bias: bool
 ) -> NormGradients:
-    """Differentiate a norm, from ``dy`` and the result of ``norm_again``."""
+    """Backward of ``norm``, from ``dy`` and the result of ``norm_again``."""
     if static.kind == "none":
         return NormGradients(dy, None, None)
     dy = dy.to(n.x.dtype)

@@ -132,7 +132,7 @@ def mlp_last(g: Tensor, p: MLPParams, weights: MLPWeights, spec: MLPSpec) -> Ten
 
 
 def mlp_weights(p: MLPParams) -> tuple[Any, ...]:
-    """Return what ``MLPWeights`` has, to be cast."""
+    """Return the parameters that ``MLPWeights`` holds, before they are cast."""
     return p.weights1, p.bias1, p.weight2, p.bias2
 
 
@@ -159,9 +159,9 @@ def mlp_backward(
     needs: Needs,
     spare: bool,
 ) -> tuple[Tensor, MLPProducts]:
-    """Take the cotangent of the last layer to that of the normalised kept rows ``n.y``; return this and the products
-    for the parameters. The hidden layer ``h`` is recomputed unless given. If it is large, the rows may be taken in two
-    halves, one after the other, so that only half of it exists at a time."""
+    """Backpropagate from the cotangent of the last layer to the normalised kept rows ``n.y``; return their gradient and
+    the products for the parameters. The hidden layer ``h`` is recomputed unless given. If it is large, the rows may be
+    taken in two halves, one after the other, so that only half of it exists at a time."""
     hidden = n.y.shape[0] * cast_weights.weight1.shape[0]
     if spec.post_norm is not None or not in_halves(hidden, device_of(n.y), spare):
         return mlp_backward_rows(steps, dy, n.y, h, cast_weights, p, spec, needs)
@@ -193,7 +193,7 @@ def mlp_backward_rows(
     spec: MLPSpec,
     needs: Needs,
 ) -> tuple[Tensor, MLPProducts]:
-    """``mlp_backward`` for some rows, without parts; y is their norm."""
+    """``mlp_backward`` of some rows at once; y are their normalised values."""
     weight1, bias1, weight2, _ = cast_weights
     overwrite, post, act = h is None, PostNormGradients(), activation_named(spec.act)
     if h is None:

@@ -1,15 +1,11 @@
 """Any block as one function: its value comes from a run on all rows, its gradient from a second run on kept rows.
 
 The first run gives y without recording a graph. ``again(x, rows, *tensors) -> [B, k, C]`` is the second: the block's
-forward for kept rows. Its x is what it needs of the block's input, which is all rows if keys and values come from them.
-The result is y, and gradients are
-
-- of x and the tensors: those of ``again``, residual path included, with the cotangent w · dy at kept rows (w: their
-  weight, 1 by default);
-- of ``residual``, the tensor on the residual path: dy at dropped rows (scope "block": 0), and (1 − w) · dy at kept
-  rows, so that the residual path gets dy in all.
-
-Positions of y begin at its dimension ``dim``, as in ``rows.channels_last``.
+forward for kept rows. Its x is what it needs of the block's input, all rows if keys and values come from them. The
+result is y. x and the tensors get the gradients of ``again`` for the cotangent w · dy at kept rows, with w their weight
+(default 1). ``residual``, the tensor on the residual path, gets dy at dropped rows and (1 − w) · dy at kept ones: with
+what reaches it through ``again``, it has dy in all (scope "block": it gets nothing). Positions of y begin at its
+dimension ``dim``, as in ``rows.channels_last``.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,21 +39,19 @@ def rerun(
 def graft(y: Tensor, kept: Tensor, residual: Grad, rows: R.Rows, options: BackwardOptions, dim: int = 1) -> Tensor:
     """Return y with the gradient of ``kept``, the result of a second run that has been made on ``inner(x, options)``.
 
-    The value does not depend on ``kept``. So if the second run is checkpointed, a compiler moves it to the backward
-    graph.
+    The value does not depend on ``kept``: if the second run is checkpointed, a compiler moves it to the backward graph.
     """
     return _Graft.apply(*GraftInputs(fresh(y), kept, residual, rows, options, dim))
 
 
 def fresh(y: Tensor) -> Tensor:
-    """Return y such that an autograd function may mark it dirty and return it. Were a view returned instead, the
-    model's in-place operations on it would fail."""
+    """Return y for an autograd function to mark dirty and return: a view would forbid in-place operations behind it."""
     return y.clone() if torch.compiler.is_compiling() or y._is_view() else y
 
 
 def inner(x: Tensor, options: BackwardOptions) -> Tensor:
-    """Return x for a second run that is grafted. Its gradient is divided by the weight scale, with which ``graft``
-    multiplies the whole cotangent although it is for parameters alone."""
+    """Return x for a second run that is grafted. Its gradient is divided by the weight scale, as ``graft`` multiplies
+    the whole cotangent by it, but it is for parameters alone."""
     return x if options.weight_scale == 1 else _ScaleGradient.apply(x, 1 / options.weight_scale)
 
 

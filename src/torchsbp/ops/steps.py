@@ -42,7 +42,7 @@ class PostNormGradients(NamedTuple):
 
 
 def before_norm(dy: Cotangent, z: Tensor, norm: Affine) -> tuple[Cotangent, PostNormGradients]:
-    """Take the cotangent of a norm behind a branch to that of the branch's last layer, whose output is z."""
+    """Backpropagate through a norm behind a branch to the branch's last layer, whose output is z."""
     n = norm_again(z, *norm, None)
     dz, dw, db = norm_backward(dy.dy, n, *norm, norm.weight is not None, norm.bias is not None)
     half = cast(dz, dy.dy.dtype)
@@ -179,8 +179,8 @@ class Steps:
     ) -> Tensor:
         """Return the gradient of an op's input on all ``size`` rows, in ``dtype``: the norm's plus the residual path's.
 
-        ``dn`` and ``n`` hold the kept rows only. If ``dn_kept`` is given they hold all rows, and ``dn_kept`` is added
-        to dn at the kept ones. The residual path contributes ``kept`` at kept rows (``base`` if that is None) and
+        ``dn`` and ``n`` hold the kept rows only; or, if ``dn_kept`` is given, all rows, and ``dn_kept`` is added to dn
+        at the kept ones. The residual path contributes ``kept`` at kept rows (``base`` if that is None) and
         ``base`` at the others, or nothing there if ``gated``. ``inverse`` is that of ``rows`` if it is at hand. dn may
         be overwritten if ``overwrite``. Totals: gradients of the norm's weight and bias.
         """
