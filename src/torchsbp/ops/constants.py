@@ -24,7 +24,8 @@ def constant(make: Callable[..., Made]) -> Callable[..., Made]:
     """Cache a function of hashable arguments, the last of which is a device.
 
     The function runs anew while compiling, under a dispatch mode (a simulation), and in a CUDA graph of the user's,
-    which may outlive the cache. Graphs captured inside ``holding`` read what the cache has."""
+    which may outlive the cache. Graphs captured inside ``holding`` read what the cache has.
+    """
     known: dict[tuple[Any, ...], Made] = {}
 
     @wraps(make)

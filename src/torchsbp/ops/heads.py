@@ -21,7 +21,8 @@ class AttentionParams(NamedTuple):
     ``qkv`` stacks the projections to queries, keys and values. If the model has three weights instead, ``qkv_weight``
     is that of queries, ``k_weight`` and ``v_weight`` are the others. ``inner_norm`` stands before the last projection,
     ``post_norm`` behind the branch, which then has no scale. ``score_bias [H, area, area]`` is added to the scores of a
-    window; ``rope`` has the sines and cosines of rotary embeddings (``rotary.py``)."""
+    window; ``rope`` has the sines and cosines of rotary embeddings (``rotary.py``).
+    """
 
     norm_weight: Grad
     norm_bias: Grad
@@ -50,8 +51,9 @@ class AttentionParams(NamedTuple):
 
 
 class AttentionSpec(NamedTuple):
-    """The static part of the branch. A norm that the branch does not have is None; ``rotate_half`` says which pairs
-    rotary embeddings turn (``rotary.py``), ``dtype`` is the precision of products."""
+    """The static part of the branch. ``fused``: the model computes attention by ``F.scaled_dot_product_attention``.
+    ``dtype`` is the precision of products; ``rotate_half`` says which pairs rotary embeddings turn (``rotary.py``).
+    ``qk_norm``, ``inner_norm`` and ``post_norm`` are None where there is none."""
 
     heads: int
     softmax_scale: float

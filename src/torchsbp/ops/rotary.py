@@ -1,9 +1,8 @@
 """Rotary embeddings: queries and keys turned by angles of their position, ``y = x ∘ cos + rot(x) ∘ sin``.
 
 ``rot`` maps every pair of channels (a, b) to (−b, a); a pair is two neighbours, or with ``half`` two channels half a
-head apart. As ``rotᵀ = −rot``, ``dx = dy ∘ cos − rot(dy ∘ sin)``. Shapes: x is ``[B, H, m, D]``; ``rope`` holds sine
-and cosine side by side, ``[N, 2D]``, or ``[H, N, 2D]`` where heads differ; x has the rows ``rows`` (None: all, in
-order).
+head apart. As ``rotᵀ = −rot``, ``dx = dy ∘ cos − rot(dy ∘ sin)``. Shapes: ``x [B, H, m, D]`` at ``rows`` (None: all, in
+order); ``rope`` has sine and cosine side by side, ``[N, 2D]``, or ``[H, N, 2D]`` where heads differ.
 """
 
 import torch

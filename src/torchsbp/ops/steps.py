@@ -1,4 +1,4 @@
-"""The memory-bound steps of a backward pass, between its matrix products. Each is one pass over its rows.
+"""The memory-bound steps of a backward pass, between its matrix products: each is one pass over its rows.
 
 ``Steps`` writes them in plain PyTorch: that is their definition, and what runs on CPU and in float64. On a CUDA device
 ``kernel_steps.KernelSteps`` stands in for them. Matrices are ``[rows, channels]``; ``rows`` are the kept rows (None:
