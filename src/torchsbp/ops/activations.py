@@ -1,6 +1,6 @@
-"""Activations: each with its derivative and the modules that compute it. One is added here and nowhere else.
+"""Activations: each with its derivative and the modules that compute it. To add one, this is the only file to change.
 
-The Triton kernel has some of them too (``kernel_steps.ACTIVATION_CODES``); what it doesn't have runs as it is here.
+The Triton kernel knows some of them (``kernel_steps.ACTIVATION_CODES``); the others run as written here on a GPU too.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ aten = torch.ops.aten
 
 
 class Activation(NamedTuple):
-    """``y = forward(x)``, ``dx = backward(dy, x)``, and the qualified names of the classes of modules that are it.
-    ``over`` is forward in little memory: x is lost, y may be in its place."""
+    """``y = forward(x)``, ``dx = backward(dy, x)``; ``modules`` names the module classes that compute it. ``over`` is a
+    forward in less memory, which may overwrite x and return y in its place."""
 
     name: str
     forward: Callable[[Tensor], Tensor]
@@ -96,16 +96,16 @@ ACTIVATIONS = {
 
 
 GATED = "gated "
-"""Before the name of an activation: ``g = act(a) ∘ b`` of a hidden layer (a, b), which is twice as wide."""
+"""Prefix of an activation's name: ``g = act(a) ∘ b`` for a hidden layer (a, b), which is twice as wide as g."""
 
 
 def activation_named(name: str) -> Activation:
-    """That of the registry, or one of them as a gate."""
+    """Return the activation of that name from the registry; with the prefix ``GATED``, as a gate."""
     return gated(ACTIVATIONS[name.removeprefix(GATED)]) if name.startswith(GATED) else ACTIVATIONS[name]
 
 
 def activate(h: Tensor, name: str, overwrite: bool) -> Tensor:
-    """The activation of that name, in little memory if h may be overwritten."""
+    """Apply the activation of that name, in less memory if h may be overwritten."""
     act = activation_named(name)
     return act.forward(h) if act.over is None or not overwrite or compiling() else act.over(h)
 
@@ -127,7 +127,7 @@ def gated(act: Activation) -> Activation:
 
 
 def activation_of(module: nn.Module) -> str | None:
-    """The name of the activation that a module computes; None if it is none of these."""
+    """Return the name of the activation that a module computes, or None if the registry has none for it."""
     cls = type(module)
     qualified = f"{cls.__module__}.{cls.__qualname__}"
     for name, activation in ACTIVATIONS.items():

@@ -1,13 +1,13 @@
 """Attention branch: ``y = x + s · gate(γ ∘ (W_o attention(norm(x)) + b_o))`` under one of the rules of ``rules.py``.
 
-- Rule "query": kept output rows; K and V of all rows receive what the kept queries send (Eq. 19–23).
-- Rule "qkv": additionally, no gradient reaches a key or value outside the kept rows.
-- Rule "head": all rows, but only the contribution of the kept heads.
-- Rule "exact": everything.
+- Rule "query": gradients flow from kept output rows; K and V of all rows receive what these send (Eq. 19–23).
+- Rule "qkv": in addition, no gradient reaches a key or value outside the kept rows.
+- Rule "head": gradients flow from all rows, but only through the kept heads.
+- Rule "exact": nothing is dropped.
 
-The probabilities are those of the full softmax in all of them. The norm may be behind the branch instead of before it.
-Saved: the attention output and log-sum-exp of kept rows (heads), and x: all rows where K and V of all rows are needed,
-kept rows under "qkv".
+Under every rule the probabilities are those of the full softmax. The norm may be behind the branch instead of before
+it. Saved: x (all rows, as K and V of all rows are recomputed from it; under "qkv" the kept rows), and the attention
+output and log-sum-exp of kept rows or heads; with ``recompute=False`` Q, K and V too.
 """
 
 from typing import Any, NamedTuple
@@ -56,8 +56,8 @@ from .window_attention import NO_WINDOWS, Cut, Padding, all_slots
 
 
 class AttentionProducts(NamedTuple):
-    """What ``attention_backward`` has found for the weights: the gradient of qkv_weight, and what it has found of the
-    last layer and of heads."""
+    """What ``attention_backward`` returns for the parameters: the gradient of the stacked qkv weights, the products of
+    the last layer, and the gradients of ``HeadGradients``."""
 
     qkv_weight: Any
     output: OutputProducts
@@ -65,8 +65,8 @@ class AttentionProducts(NamedTuple):
 
 
 class AttentionSaved(NamedTuple):
-    """What backward needs: x, the attention output and its log-sum-exp, and, unless recomputed, Q, K, V; only the rows
-    and heads that it reads. ``rows`` are the kept ones, ``inverse`` theirs if it is at hand."""
+    """What backward needs: x, the attention output, its log-sum-exp and, unless recomputed, Q, K, V. Of each, only the
+    rows and heads that backward reads. ``rows`` are the kept ones, ``inverse`` is their inverse if it is at hand."""
 
     x: Tensor
     o: Tensor
@@ -90,8 +90,8 @@ def attention_branch(
     options: BackwardOptions = BackwardOptions(),
     cut: Cut = NO_WINDOWS,
 ) -> Tensor:
-    """The branch on ``x [B, N, C]``. The rule says whether ``rows`` (and their ``inverse``, if it is at hand) and
-    ``heads``, indices, are those with gradients; what it doesn't sample is not looked at. ``cut``: its windows."""
+    """Return the branch's output for ``x [B, N, C]``. ``rows`` (with their ``inverse``, if it is at hand) and ``heads``
+    are indices of what is kept; one that the rule does not sample is ignored. ``cut`` describes windows."""
     rule, dtype = spec.rule, autocast_dtype(x)
     if not rule.query_rows:
         rows, inverse, cut = None, None, all_slots(cut)
@@ -121,7 +121,7 @@ def attention_saved(
     spec: AttentionSpec,
     recompute: bool,
 ) -> AttentionSaved:
-    """What backward needs of all this."""
+    """Return what backward needs of the results of ``attention_forward``."""
     if heads is not None:
         o = o.view(*o.shape[:2], spec.heads, -1).index_select(2, heads).flatten(2)
         lse = lse.index_select(1, heads)
@@ -137,7 +137,7 @@ def attention_saved(
 
 
 def attention_kept(saved: AttentionSaved, rows: Tensor, inverse: Grad) -> AttentionSaved:
-    """Of what was saved of all rows, that of the rows that are kept."""
+    """Reduce o, lse and q, which were saved for all rows, to the rows that were chosen in backward."""
     x, o, lse, q, *_ = saved
     _, o, lse = device_of(x).save_attention(x, o.view(*x.shape[:2], -1), lse, rows, x.dtype, False)
     q = None if q is None else take_head_rows(q, rows)
@@ -145,7 +145,8 @@ def attention_kept(saved: AttentionSaved, rows: Tensor, inverse: Grad) -> Attent
 
 
 def attention_columns(p: AttentionParams, spec: AttentionSpec) -> int:
-    """Of the totals of the branch: "attention_output", "attention_qkv", "attention_norm_weight", "…_norm_bias"."""
+    """Count the columns of the branch's totals: "attention_output", "attention_qkv", "attention_norm_weight",
+    "attention_norm_bias"."""
     width = sum(weight.shape[0] for weight in p.qkv_weights)
     return p.proj_weight.shape[0] + width + norm_columns(spec.norm, p.qkv_weight.shape[1])
 
@@ -163,12 +164,12 @@ def attention_backward(
     needs: Needs,
     cut: Cut,
 ) -> tuple[Tensor, Grad, AttentionProducts]:
-    """From the cotangent of queries' outputs (``output_backward``) and normalised ``x [B * m, C]``: its gradient, what
-    to add to it at the query rows, and the products for the weights.
+    """Backpropagate ``do``, the gradient of the attention output (from ``output_backward``), to the normalised x.
 
-    Rows of ``do``, ``o [B * k, H * D]`` and ``lse [B, H, k]`` are the queries; ``rows`` says which rows of x they are
-    (None: all of them, in order), ``n.y_kept`` has them. All rows of x are keys and values. Q, K, V are recomputed
-    unless saved.
+    Returns the gradient of ``n.y [B * m, C]``, what to add to it at the query rows (None: nothing), and the products
+    for the parameters. All rows of ``n.y`` give keys and values; its rows ``rows`` (None: all, in order), which
+    ``n.y_kept`` holds, give queries. Rows of ``do`` and ``o [B * k, H * D]`` and of ``lse [B, H, k]`` belong to the
+    queries. Q, K, V are recomputed unless saved.
     """
     weight, bias, *_ = cast_weights
     samples, heads, width = saved.x.shape[0], spec.heads, weight.shape[0] // 3
@@ -219,8 +220,9 @@ def attention_input_backward(
     dtype: torch.dtype,
     cut: Cut = NO_WINDOWS,
 ) -> tuple[Tensor, AttentionProducts]:
-    """``attention_backward`` down to x ``[R, C]``, all rows, the residual path's cotangent included: ``kept`` at kept
-    rows (None: ``base`` there too), ``base`` elsewhere unless the scope is "block"."""
+    """Backpropagate ``do`` to x on all rows, ``[B * N, C]``: ``attention_backward``, then the norm before it. The
+    residual path's cotangent is added: ``kept`` at kept rows (None: ``base`` there too), and at the others ``base``,
+    or nothing in scope "block"."""
     x_rows = None if spec.rule.key_rows else saved.rows  # which rows of the saved x are the kept ones
     affine = Affine(p.norm_weight, p.norm_bias, spec.norm)
     n = steps.normalise(R.flat(saved.x), affine, spec.dtype, after=base, kept=x_rows, inverse=saved.inverse)
@@ -233,7 +235,7 @@ def attention_input_backward(
 
 
 def attention_gradients(products: AttentionProducts, totals: dict[str, Tensor], p: AttentionParams) -> AttentionParams:
-    """The parameters' gradients, before their precision and scale."""
+    """Return the gradients of all parameters, which ``parameter_gradients`` has yet to cast and scale."""
     heads, (product, dw_inner, db_inner, post) = products.heads, products.output
     total = totals["attention_output"] if post.total is None else post.total
     last = device_of(p.proj_weight).last_layer(product, total, p.proj_weight, p.proj_bias, p.scale)
@@ -262,7 +264,7 @@ def attention_gradients(products: AttentionProducts, totals: dict[str, Tensor], 
 
 
 def with_padding(total: Tensor, padding: Padding | None) -> Tensor:
-    """The gradient of the bias of queries, keys and values, from all rows and from padding."""
+    """Return the gradient of the qkv bias: its sum over all rows, plus what it gets from padding."""
     if padding is None:
         return total
     k, v = padding.k.flatten().to(total.dtype), padding.v.flatten().to(total.dtype)
@@ -270,7 +272,7 @@ def with_padding(total: Tensor, padding: Padding | None) -> Tensor:
 
 
 class AttentionInputs(NamedTuple):
-    """What the function takes before the parameters; as gradients, all but that of x are None."""
+    """The autograd function's arguments before the parameters; among its gradients, only that of x is not None."""
 
     x: Any
     rows: R.Rows = None

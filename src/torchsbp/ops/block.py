@@ -1,8 +1,8 @@
 """The transformer block as one function: the attention branch, then the MLP branch, on the same kept rows.
 
-Saved per block: x (all rows; under rule "qkv" the kept ones), and the kept rows of the attention output and its
-log-sum-exp; all of them under rule "exact", where rows of the MLP alone are kept, and where rows are chosen in
-backward. The rows between the two branches are recomputed from these, so they need not be saved.
+Saved per block: x (all rows; under rule "qkv" the kept ones), and the attention output O and its log-sum-exp at kept
+rows (at all rows under rule "exact", where only the MLP is sampled, and if backward chooses the rows). The rows between
+the branches, ``x + s · γ ∘ (W_o O + b_o)``, are recomputed from these. docs/method.md, 3.6, has the bytes.
 """
 
 from functools import partial
@@ -58,9 +58,9 @@ def transformer_block(
     options: BackwardOptions = BackwardOptions(),
     cut: Cut = NO_WINDOWS,
 ) -> Tensor:
-    """The block on ``x [B, ..., C]`` under a rule that samples rows, or none of them in its attention; ``factors``:
-    stochastic depth of the two branches; ``inverse``: that of ``rows`` if it is at hand; ``marks [B, k]``: instead of
-    rows, where these are chosen in backward (``chosen.py``); ``cut``: the windows of attention, if it has any."""
+    """Return the block's output for ``x [B, ..., C]`` under any rule but "head". ``factors`` are stochastic depth's
+    factors ``[B]`` of the two branches; ``inverse`` is that of ``rows`` if it is at hand; ``marks [B, k]`` stand for
+    rows that backward chooses (``chosen.py``); ``cut`` describes the windows of attention, if it has any."""
     assert marks is None or (rows is None and cut.slots is None), "what is kept is not known yet"
     assert not attention_spec.rule.heads, "heads are sampled by attention_branch"
     dtype = autocast_dtype(x)
@@ -70,7 +70,7 @@ def transformer_block(
 
 
 class BlockInputs(NamedTuple):
-    """What the function takes before the parameters; as gradients, all but that of x are None."""
+    """The autograd function's arguments before the parameters; among its gradients, only that of x is not None."""
 
     x: Any
     rows: R.Rows = None
@@ -85,8 +85,8 @@ class BlockInputs(NamedTuple):
 
 class BlockSaved(NamedTuple):
     """What the function saves besides ``AttentionSaved``: the rows that the MLP keeps and their inverse, or the marks
-    by which they are chosen; these rows of the hidden layer, unless recomputed, and stochastic depth's factors per
-    sample."""
+    by which backward chooses them; unless recomputed, the hidden layer at these rows (at all rows if backward chooses
+    them); and stochastic depth's factors per sample."""
 
     rows: R.Rows
     inverse: Grad
@@ -120,7 +120,7 @@ class _TransformerBlock(torch.autograd.Function):
         ctx.save_for_backward(*saved, *BlockSaved(rows, inverse, marks, kept_h, factor1, factor2), *cut, *p1, *p2)
         ctx.static = spec1, spec2, options, x.dtype
         y = y if factor2 is None else y * factor2.view(-1, 1, 1)
-        return x + y if len(shape) == 3 else x.view(shape) + y.view(shape)  # FSDP warns of modules that return a view
+        return x + y if len(shape) == 3 else x.view(shape) + y.view(shape)  # not a view: FSDP warns of those
 
     @staticmethod
     @once
@@ -154,7 +154,7 @@ class _TransformerBlock(torch.autograd.Function):
                 dn, middle, affine, dy, rows, factor1, p1.scale, samples, dtype,
                 norm_total="mlp_norm", total="attention_output", weight=weight,
             )  # fmt: skip
-        else:  # all rows go on
+        else:  # attention has gradients at all rows
             dy = steps.norm_backward_input(
                 dn, middle, affine, dy.dtype, rows=rows, inverse=inverse, size=dy.shape[0],
                 base=dy, gated=options.scope == "block", norm_total="mlp_norm",
@@ -169,7 +169,7 @@ class _TransformerBlock(torch.autograd.Function):
         )  # fmt: skip
         totals = steps.totals()
         grads1, grads2 = attention_gradients(products1, totals, p1), mlp_gradients(products2, totals, p2)
-        sampled = spec1.rule.query_rows or options.scope == "block"  # else attention heard from all rows
+        sampled = spec1.rule.query_rows or options.scope == "block"  # else attention's cotangent was complete
         return (
             *BlockInputs(dx.view(shape)),
             *NO_WINDOWS,
@@ -192,9 +192,10 @@ def middle_again(
     norm: Affine,
     dy: Tensor,
 ) -> Normed:
-    """The kept rows between the branches and their norm, from what the attention branch saved; after ``dy``."""
+    """Recompute the kept rows between the branches, and their norm, from what the attention branch saved. The result
+    depends on ``dy``, so that no compiler saves it (``rows.after``)."""
     o = saved.o if spec1.rule.query_rows else R.take(saved.o, rows)
-    if weights.proj_weight.dtype == p1.proj_weight.dtype:  # it was not cast again, which is after dy
+    if weights.proj_weight.dtype == p1.proj_weight.dtype:  # had it been cast, it would depend on dy
         weights = weights._replace(proj_weight=R.after(dy, weights.proj_weight))
     return steps.normalise(
         R.flat(saved.x), norm, spec1.dtype, after=dy,

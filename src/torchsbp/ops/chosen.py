@@ -1,9 +1,9 @@
 """Rows chosen in backward, when their cotangents are known (docs/method.md, section 4).
 
-Row i of a sample is kept with probability ``p_i = min(1, c · |dy_i|)``, with a c for every sample such that k rows are
-kept, and counts 1/p_i. Rows are drawn systematically: their probabilities are laid end to end, and those are kept on
-which one of k marks lies, a distance of one apart, the first at random. So neighbours are rarely kept together, every
-sample keeps k rows, in order, and where forward drew the marks, what is kept follows from the cotangents alone.
+Row i of a sample is kept with probability ``p_i = min(1, c · |dy_i|)`` and counts 1/p_i; every sample has its own c,
+such that Σ p_i = k. Sampling is systematic: the probabilities are laid end to end as intervals, k marks are put on this
+line at distance one, the first at random, and a row is kept if a mark lies in its interval. So every sample keeps k
+rows, in order, and rarely two neighbours. Forward draws the marks; the rest follows from the cotangents alone.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from .layers import BackwardOptions, Grad
 
 
 class Chosen(NamedTuple):
-    """Kept rows, their inverse (where a device wants it), and how often each counts."""
+    """The kept rows, their inverse (None on devices that do not use it), and how often each counts."""
 
     rows: Tensor
     inverse: Grad
@@ -24,17 +24,18 @@ class Chosen(NamedTuple):
 
 
 def marks(start: Tensor, k: int) -> Tensor:
-    """Where rows are to be kept, ``[B, k]``, from ``start [B]`` in (0, 1)."""
+    """Return the marks ``m − start``, m = 1 … k, of every sample, ``[B, k]``; ``start [B]`` is random in (0, 1)."""
     return 1 + range_of(k, start.device) - start[:, None]
 
 
 def prefix_of(options: BackwardOptions) -> int:
-    """The first rows of a sample that are kept always, and count once."""
+    """Return how many first rows of a sample are always kept, and count once."""
     return 0 if options.row_weight is None else options.row_weight.prefix
 
 
 def choose(dy: Tensor, marks: Tensor, prefix: int) -> Chosen:
-    """Of ``dy [B * N, C]``, without the inverse."""
+    """Choose rows of ``dy [B * N, C]`` by ``marks [B, k]``: the first ``prefix`` of every sample and k of the others.
+    The inverse is left out."""
     (samples, k), size, wide = marks.shape, dy.shape[0], torch.promote_types(dy.dtype, torch.float32)
     n = size // samples
     norms = torch.linalg.vector_norm(dy.view(samples, n, -1)[:, prefix:], dim=2, dtype=wide)
@@ -50,15 +51,15 @@ def choose(dy: Tensor, marks: Tensor, prefix: int) -> Chosen:
 
 
 def probabilities(norms: Tensor, k: int) -> Tensor:
-    """min(1, c · norm), with a c for every sample (a line of ``norms [B, n]``) such that they add up to k."""
-    norms = norms.clamp(min=1e-30)  # where all are zero all are alike
+    """Return ``p = min(1, c · norms)`` for ``norms [B, n]``, with a c for every sample such that its p add up to k."""
+    norms = norms.clamp(min=1e-30)  # if all are zero, all rows are equally likely
     tails = norms.sort(1).values.cumsum(1, dtype=torch.float64).flip(1)[:, :k]  # sums of all but the m largest
-    # For any c the sum is the least of m + c · tails[m] over m: so c is the greatest that one of them asks for.
+    # Σ p is the least of m + c · tails[m] over m. So it is k for the greatest c that solves one m + c · tails[m] = k.
     c = ((k - range_of(k, norms.device)) / tails).amax(1, keepdim=True)
     return (c * norms).clamp(max=1)
 
 
 @constant
 def first_rows(samples: int, n: int, device: torch.device) -> Tensor:
-    """Of samples of n rows each, ``[samples, 1]``."""
+    """Return the first row of every sample, ``[samples, 1]``, where each has n rows."""
     return torch.arange(samples, device=device)[:, None] * n

@@ -1,6 +1,6 @@
-"""constant: tensors that follow from shapes alone, made once for a device and kept.
+"""``constant``: a cache of tensors that follow from shapes alone, made once per device.
 
-On a GPU it takes the CPU longer to launch the small kernels that draw a mask than they run.
+On a GPU, the CPU takes longer to launch the small kernels that draw a mask than they take to run.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,13 +16,16 @@ from .compiling import compiling
 
 Made = TypeVar("Made")
 KEPT = 128
-"""of every function, the last ones that were made"""
+"""Results kept of every function; the oldest is dropped first."""
 _held: list[Any] | None = None
 
 
 def constant(make: Callable[..., Made]) -> Callable[..., Made]:
-    """The function, of arguments that can be hashed and a device; run once for them, but not for a compiler, a
-    simulation or a CUDA graph of the user's, which may outlive what is kept here."""
+    """Cache a function of hashable arguments, the last of which is a device.
+
+    The function runs anew while compiling, under a dispatch mode (a simulation), and in a CUDA graph of the user's,
+    which may outlive the cache. Graphs captured inside ``holding`` read what the cache has.
+    """
     known: dict[tuple[Any, ...], Made] = {}
 
     @wraps(make)
@@ -44,8 +47,8 @@ def constant(make: Callable[..., Made]) -> Callable[..., Made]:
 
 
 def known(make: Callable[..., Made]) -> Callable[..., Made]:
-    """``constant``, of arguments that are numbers also to a compiler: it runs the function when it reads the call, and
-    holds what that makes."""
+    """``constant`` for arguments that are plain numbers in compiled code too: the compiler runs the function when it
+    reads the call, and keeps the result as a constant of its graph."""
     made = constant(make)
     setattr(made, "_dynamo_marked_constant", True)  # noqa: B010
     return made
@@ -53,7 +56,7 @@ def known(make: Callable[..., Made]) -> Callable[..., Made]:
 
 @contextmanager
 def holding() -> Iterator[list[Any]]:
-    """Has what was handed out inside: a graph that reads it must hold it."""
+    """Yield a list of the constants handed out inside. A CUDA graph that reads them must keep the list alive."""
     global _held
     before, _held = _held, []
     try:

@@ -1,8 +1,8 @@
 """The ConvNeXt block as one function: ``y = x + s · gate(γ ∘ (W₂ act(W₁ norm(conv(x)) + b₁) + b₂))``.
 
-The MLP branch on the output of a convolution that keeps the size of its input. The convolution is exact: all of x is
-saved, in the precision of products; of its output the kept rows. Left to autograd, it would be some fifteen launches
-beside the branch's captured passes, and its input's gradient would take twice the time of its forward.
+It is the MLP branch on the output u of a convolution that keeps the size of x, plus x. The convolution is exact: all of
+x is saved, in the precision of products; of u only the kept rows. Left to autograd, convolution and sum would be some
+fifteen launches beside the branch's captured passes, and the gradient of x would take twice the convolution's forward.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ from .named import first, split
 from .once import once
 
 branch_forward, branch_backward = unwrap(_MLPBranch.forward), unwrap(_MLPBranch.backward)
-"""The branch's passes as they stand: those of the block are captured as a whole."""
+"""The branch's passes without their capture: the block's passes are captured as a whole."""
 
 
 class ConvParams(NamedTuple):
@@ -34,7 +34,7 @@ class ConvParams(NamedTuple):
 
 
 class ConvSpec(NamedTuple):
-    """What is static about it; its stride is 1."""
+    """The static part of the convolution; its stride is 1."""
 
     padding: tuple[int, int]
     dilation: tuple[int, int]
@@ -54,15 +54,15 @@ def conv_block(
     factor: Tensor | None = None,
     options: BackwardOptions = BackwardOptions(),
 ) -> Tensor:
-    """The block on ``x [B, C, H, W]``, of scope "branch"; ``factor [B]`` is stochastic depth's factor per sample,
-    ``inverse`` that of ``rows`` if it is at hand, ``marks [B, k]`` stand for rows that are chosen in backward."""
+    """Return the block's output for ``x [B, C, H, W]``, in scope "branch". ``factor [B]`` is stochastic depth's factor
+    per sample, ``inverse`` that of ``rows`` if it is at hand; ``marks [B, k]`` stand for rows that backward chooses."""
     assert options.scope == "branch"
     spec = mlp_spec._replace(dtype=autocast_dtype(x))
     return _run_conv_block(*ConvInputs(x, rows, inverse, marks, factor, conv_spec, spec, options), *conv, *mlp)
 
 
 class ConvInputs(NamedTuple):
-    """What the function takes before the parameters; as gradients, all but that of x are None."""
+    """The autograd function's arguments before the parameters; among its gradients, only that of x is not None."""
 
     x: Any
     rows: R.Rows = None
@@ -75,14 +75,15 @@ class ConvInputs(NamedTuple):
 
 
 class ConvSaved(NamedTuple):
-    """What the function saves before what the branch does: x and the convolution's weight, as they were multiplied."""
+    """What the function saves before what the branch saves: x and the weight, in the precision of products."""
 
     x: Tensor
     weight: Tensor
 
 
 PART = 0.6
-"""of the elements of passes that are captured: a stage has few blocks to share what graphs of a large one hold"""
+"""A pass is captured only up to this share of ``graphs.LARGEST`` elements: the memory that the graphs of a large one
+hold would serve only the few blocks of a stage."""
 
 
 class _ConvBlock(torch.autograd.Function):

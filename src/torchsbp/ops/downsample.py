@@ -1,7 +1,8 @@
 """Down-sampling with stride ≥ kernel: ``y = gate(conv(norm(x)))``. Patches do not overlap, so outputs are independent.
 
-Every output position is a linear function of its own patch: the backward pass runs on the patches of kept outputs, and
-only these are saved. Where all are kept, and all of x is in patches, it is x as it lies.
+Every output position is a linear function of its own patch of normalised x. So backward is that of a linear layer on
+the patches of kept outputs, and only these patches of x are saved. If all outputs are kept and their patches cover x,
+x is saved as it is.
 """
 
 import math
@@ -43,32 +44,32 @@ def downsample(
     spec: DownsampleSpec,
     options: BackwardOptions = BackwardOptions(),
 ) -> Tensor:
-    """The layer on ``x [B, C, H, W]``; ``rows`` are kept output positions."""
+    """Return the layer's output for ``x [B, C, H, W]``; ``rows`` are kept output positions."""
     spec = spec._replace(dtype=autocast_dtype(x))
     return _run_downsample(*DownsampleInputs(x, rows, spec, options), *params)
 
 
 def patch_rows(rows: Tensor, size: Sequence[int], kernel: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """Input rows ``[len(rows) * kh * kw]`` of the patches behind the given output rows, for inputs ``[B, H, W]``."""
+    """Return the input rows ``[len(rows) * kh * kw]`` of the given output rows' patches; ``size`` is (B, H, W)."""
     (kh, kw), (down, right) = kernel, stride
     patches = torch.arange(math.prod(size), device=rows.device).view(*size).unfold(1, kh, down).unfold(2, kw, right)
     return patches.reshape(-1, kh * kw).index_select(0, rows).flatten()
 
 
 def into_patches(x: Tensor, kernel: Sequence[int]) -> Tensor:
-    """``[B, H, W, C]``, cut into patches without a rest, as the rows ``[-1, C]`` of one patch after the other."""
+    """Reorder ``x [B, H, W, C]``, which patches cover without a rest, to rows ``[-1, C]``, patch after patch."""
     (B, H, W, C), (kh, kw) = x.shape, kernel
     return x.view(B, H // kh, kh, W // kw, kw, C).transpose(2, 3).reshape(-1, C)
 
 
 def out_of_patches(x: Tensor, size: Sequence[int], kernel: Sequence[int]) -> Tensor:
-    """The inverse of ``into_patches``, for ``[B, H, W, C]`` of that size."""
+    """Undo ``into_patches``; ``size`` is (B, H, W, C)."""
     (B, H, W, C), (kh, kw) = size, kernel
     return x.view(B, H // kh, W // kw, kh, kw, C).transpose(2, 3).reshape(B, H, W, C)
 
 
 class DownsampleInputs(NamedTuple):
-    """What the function takes before the parameters; as gradients, all but that of x are None."""
+    """The autograd function's arguments before the parameters; among its gradients, only that of x is not None."""
 
     x: Any
     rows: R.Rows = None
@@ -77,8 +78,8 @@ class DownsampleInputs(NamedTuple):
 
 
 class DownsampleSaved(NamedTuple):
-    """What the function saves before the parameters: rows of x in the patches of kept outputs, and these outputs; or
-    all of x ``[B, C, H, W]``."""
+    """What the function saves before the parameters: the rows of x in the patches of kept outputs, and the indices of
+    these outputs; or all of x ``[B, C, H, W]`` and None."""
 
     x: Tensor
     rows: R.Rows
@@ -122,7 +123,7 @@ class _Downsample(torch.autograd.Function):
         dx = steps.norm_backward_input(
             dn.view_as(x), n, affine, x_dtype, rows=inputs, size=B * H * W, norm_total="norm"
         )
-        del x, n, kept_dy, dn  # each is about as large as dx, of which there may be two now
+        del x, n, kept_dy, dn  # each is about as large as dx, of which a second copy may be made next
         dx = (out_of_patches(dx, (B, H, W, C), (kh, kw)) if rows is None else dx.view(B, H, W, C)).permute(0, 3, 1, 2)
         totals = steps.totals()
         grads = DownsampleParams(totals["norm_weight"], totals["norm_bias"], dw, totals["output"])

@@ -1,4 +1,4 @@
-"""Spatial-then-temporal models: the frame encoder backpropagates through kept frames only."""
+"""Spatial-then-temporal models: gradients flow through the frame encoder at kept frames only."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +11,7 @@ from .wrap import complement, merge
 
 
 def encode_frames(encoder: Callable[[Tensor], Tensor], video: Tensor, keep: Tensor, chunk: int | None = None) -> Tensor:
-    """``encoder`` on every frame of ``video [B, T, ...]``, with gradients at the kept frames: ``[B, T, ...]``.
+    """Return ``encoder`` of every frame of ``video [B, T, ...]``, as ``[B, T, ...]`` with gradients at kept frames.
 
     ``keep`` is ``[k]``, shared by the batch, or ``[B, k]``. The other frames run without gradients, ``chunk`` frames
     (over the batch) at a time, so that their activations never add up.
@@ -32,7 +32,7 @@ def encode_frames(encoder: Callable[[Tensor], Tensor], video: Tensor, keep: Tens
 
 
 def encoded(encoder: Callable[[Tensor], Tensor], frames: Tensor) -> Tensor:
-    """What the encoder makes of frames, or an error if that is not one result for each of them."""
+    """Return the encoder's output, or raise an error if it does not have one row per frame."""
     y = encoder(frames)
     expect("encoder(frames)", y, Tensor, "a tensor with one row for every frame")
     if y.dim() == 0 or y.shape[0] != frames.shape[0]:
@@ -44,19 +44,19 @@ def encoded(encoder: Callable[[Tensor], Tensor], frames: Tensor) -> Tensor:
 
 
 def _casts_forgotten(device: str) -> AbstractContextManager[object]:
-    """Autocast remembers the casts of weights: one that was made without gradients would pass none later."""
+    """Autocast without its cache: a cast of a weight, made without gradients and reused later, would pass none."""
     if not torch.is_autocast_enabled(device):
         return nullcontext()
     return torch.autocast(device, torch.get_autocast_dtype(device), cache_enabled=False)
 
 
 def in_chunks(encoder: Callable[[Tensor], Tensor], frames: Tensor, chunk: int | None) -> Tensor:
-    """Without gradients, in chunks of equal size as far as possible: a compiled encoder sees few shapes."""
+    """Run the encoder in chunks of at most ``chunk`` frames, as equal as possible: a compiled one sees few shapes."""
     size = -(-len(frames) // -(-len(frames) // chunk)) if chunk else len(frames)
     found = None
     for start in range(0, len(frames), size):
         y = encoded(encoder, frames[start : start + size])
         found = y.new_empty(len(frames), *y.shape[1:]) if found is None else found
-        found[start : start + size] = y  # at once: one with CUDA graphs writes the next chunk's over it
+        found[start : start + size] = y  # copied at once: an encoder with CUDA graphs overwrites it in the next chunk
     assert found is not None
     return found

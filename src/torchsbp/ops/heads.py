@@ -1,4 +1,4 @@
-"""Queries, keys and values by head: their projections and norms, and the parameters of some heads alone."""
+"""Queries, keys and values by head: projection, norm and rotation, and the parameters of selected heads."""
 
 from typing import Any, NamedTuple
 
@@ -16,10 +16,13 @@ from .window_attention import Cut, Padding, WindowGradients
 
 
 class AttentionParams(NamedTuple):
-    """The parameters of an attention branch; ``qkv`` stacks the projections to queries, keys and values. Where their
-    weights are apart, ``qkv_weight`` is that of queries, ``k_weight`` and ``v_weight`` are the others.
-    ``inner_norm`` comes before the last projection, ``post_norm`` behind the branch, which has no scale then.
-    ``score_bias`` is added to the scores of a window, ``[H, area, area]``; ``rope`` turns queries and keys."""
+    """The parameters of an attention branch.
+
+    ``qkv`` stacks the projections to queries, keys and values. If the model has three weights instead, ``qkv_weight``
+    is that of queries, ``k_weight`` and ``v_weight`` are the others. ``inner_norm`` stands before the last projection,
+    ``post_norm`` behind the branch, which then has no scale. ``score_bias [H, area, area]`` is added to the scores of a
+    window; ``rope`` has the sines and cosines of rotary embeddings (``rotary.py``).
+    """
 
     norm_weight: Grad
     norm_bias: Grad
@@ -43,13 +46,14 @@ class AttentionParams(NamedTuple):
 
     @property
     def qkv_weights(self) -> tuple[Any, ...]:
-        """That of all three, or one of each."""
+        """The stacked weight alone, or those of queries, keys and values."""
         return tuple(w for w in (self.qkv_weight, self.k_weight, self.v_weight) if w is not None)
 
 
 class AttentionSpec(NamedTuple):
-    """What is static about the branch. Norms of queries and keys, before the last projection and behind the branch are
-    None where there are none; ``rotate_half`` says which pairs rotary embeddings turn."""
+    """The static part of the branch. ``fused``: the model computes attention by ``F.scaled_dot_product_attention``.
+    ``dtype`` is the precision of products; ``rotate_half`` says which pairs rotary embeddings turn (``rotary.py``).
+    ``qk_norm``, ``inner_norm`` and ``post_norm`` are None where there is none."""
 
     heads: int
     softmax_scale: float
@@ -64,7 +68,7 @@ class AttentionSpec(NamedTuple):
 
 
 class AttentionWeights(NamedTuple):
-    """What is multiplied and added, in the precision of products; ``proj_bias`` where the output is computed."""
+    """Weights and biases in the precision of products; ``proj_bias`` only where the output is computed."""
 
     qkv_weight: Tensor
     qkv_bias: Grad
@@ -73,7 +77,7 @@ class AttentionWeights(NamedTuple):
 
 
 def attention_weights(p: AttentionParams) -> tuple[Any, ...]:
-    """Those to be cast."""
+    """Return the parameters that ``AttentionWeights`` holds, before they are cast."""
     return p.qkv_weights, p.qkv_bias, p.proj_weight, p.proj_bias
 
 
@@ -86,7 +90,7 @@ class QKV(NamedTuple):
 
 
 class HeadGradients(NamedTuple):
-    """Of the norms of queries and keys, of the scores' bias, of the key and value of padding, and of the angles."""
+    """Gradients of the norms of queries and keys, the scores' bias, the key and value of padding, and the angles."""
 
     q_norm_weight: Grad = None
     q_norm_bias: Grad = None
@@ -98,13 +102,13 @@ class HeadGradients(NamedTuple):
 
 
 def project(n: Tensor, weight: Tensor, bias: Grad, heads: int, parts: int = 3) -> tuple[Tensor, ...]:
-    """Projections of normalised rows ``n [B, rows, C]`` to queries, keys, values: as many as the weight has."""
+    """Project normalised rows ``n [B, rows, C]`` to those of Q, K, V that the weight stacks: ``parts`` of them."""
     y = linear(n, weight, bias, n.dtype)
     return y.view(*n.shape[:2], parts, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
 
 
 def project_kept(n_q: Tensor, n: Tensor, weight: Tensor, bias: Grad, heads: int) -> QKV:
-    """Queries of the rows ``n_q [B, k, C]``, keys and values of the rows ``n [B, N, C]``."""
+    """Project the rows ``n_q [B, k, C]`` to queries, the rows ``n [B, N, C]`` to keys and values."""
     sizes = weight.shape[0] // 3, weight.shape[0] // 3 * 2
     weight_q, weight_kv = weight.split_with_sizes(sizes)
     bias_q, bias_kv = (None, None) if bias is None else bias.split_with_sizes(sizes)
@@ -113,7 +117,7 @@ def project_kept(n_q: Tensor, n: Tensor, weight: Tensor, bias: Grad, heads: int)
 
 
 def normalised(qkv: QKV, p: AttentionParams, spec: AttentionSpec) -> QKV:
-    """Q, K, V of all rows as the attention kernel takes them."""
+    """Return Q, K, V of all rows as attention takes them: Q and K normalised and rotated, where the branch does so."""
     q, k, v = qkv
     if spec.qk_norm is not None:
         q = norm(q, p.q_norm_weight, p.q_norm_bias, spec.qk_norm, spec.dtype)
@@ -124,7 +128,8 @@ def normalised(qkv: QKV, p: AttentionParams, spec: AttentionSpec) -> QKV:
 
 
 def padding_of(p: AttentionParams, spec: AttentionSpec) -> Padding | None:
-    """The key and value of slots outside of the grid, whose input is zero: what the projection adds to it."""
+    """Return the key and value of slots outside of the grid (None: zeros). The projection's input is zero there, so
+    they are its bias."""
     if p.qkv_bias is None:
         return None
     _, k, v = normalised(QKV(*p.qkv_bias.view(3, 1, spec.heads, 1, -1).unbind(0)), p, spec)
@@ -132,7 +137,7 @@ def padding_of(p: AttentionParams, spec: AttentionSpec) -> Padding | None:
 
 
 def attend_normalised(qkv: QKV, p: AttentionParams, spec: AttentionSpec, cut: Cut) -> tuple[Tensor, Tensor]:
-    """Attention, in windows where there are such: its output and log-sum-exp."""
+    """Return the output and log-sum-exp of attention, in windows if ``cut`` has any."""
     q, k, v = normalised(qkv, p, spec)
     if cut.places is None:
         return attend(q, k, v, spec.softmax_scale, spec.fused)
@@ -152,8 +157,8 @@ def attend_normalised_backward(
     needs: Needs,
     overwrite: bool,
 ) -> tuple[QKV, HeadGradients]:
-    """Gradients of Q, K, V before norms and rotation, and of what else attention has. Queries are those of ``rows``.
-    Q and K may be overwritten if that is said."""
+    """Return the gradients of Q, K, V before norms and rotation, and those of ``HeadGradients``. The queries are those
+    of ``rows``. Q and K may be overwritten if ``overwrite``."""
     if spec.qk_norm is None and p.rope is None and cut.places is None:  # nothing but attention
         return QKV(*attend_backward(do, *qkv, o, lse, spec.softmax_scale, spec.fused)), HeadGradients()
     overwrite = overwrite and not needs.rope
@@ -184,7 +189,8 @@ def in_windows_backward(
     spec: AttentionSpec,
     needs_bias: bool,
 ) -> WindowGradients:
-    """Queries that are not equally many in every window are put where they are among all rows."""
+    """Backward of attention in windows. If windows keep unequally many queries, these are put where they are among all
+    rows, and windows are taken whole."""
     assert p.score_bias is not None
     (q, k, v), unequal = qkv, cut.kept is None and rows is not None
     if unequal:
@@ -213,7 +219,7 @@ def in_windows_backward(
 
 
 def padding_backward(d_padding: Padding | None, p: AttentionParams, spec: AttentionSpec) -> Padding | None:
-    """Before the norm of keys."""
+    """Backpropagate through the norm of keys to padding's key."""
     if d_padding is None or spec.qk_norm is None or p.qkv_bias is None:
         return d_padding
     assert p.k_norm_weight is None, "padding's part in the gradient of a norm of keys is not computed"
@@ -223,8 +229,8 @@ def padding_backward(d_padding: Padding | None, p: AttentionParams, spec: Attent
 
 
 class Turned:
-    """Queries or keys ``[B, H, m, D]`` computed again for backward: their norm, and that rotated, each where it is; x
-    may be overwritten if that is said."""
+    """Queries or keys ``x [B, H, m, D]`` normalised and rotated again for backward, where the branch does so: ``y``. x
+    may be overwritten if ``overwrite``."""
 
     def __init__(
         self,
@@ -246,7 +252,7 @@ class Turned:
     def backward(
         self, dy: Tensor, needs_weight: bool, needs_bias: bool, needs_rope: bool
     ) -> tuple[Tensor, Grad, Grad, Grad]:
-        """Of the input, the norm's weight and bias, and the angles."""
+        """Return the gradients of the input, the norm's weight and bias, and the angles."""
         d_rope, half = None, self.spec.rotate_half
         if self.rope is not None:
             d_rope = rope_gradient(dy, self.x, self.rope, self.rows, half) if needs_rope else None
@@ -274,7 +280,7 @@ def take_head_rows(x: Tensor, rows: R.Rows) -> Tensor:
 
 
 def put_head_rows(x: Tensor, rows: R.Rows, n: int, beyond: float = 0.0) -> Tensor:
-    """The inverse of ``take_head_rows``: ``[B, H, N, D]`` with ``beyond`` in all other rows."""
+    """Undo ``take_head_rows``: return ``[B, H, n, D]`` with ``beyond`` in all other rows."""
     if rows is None:
         return x
     batch, heads, _, width = x.shape
@@ -283,7 +289,7 @@ def put_head_rows(x: Tensor, rows: R.Rows, n: int, beyond: float = 0.0) -> Tenso
 
 
 def select_heads(p: AttentionParams, spec: AttentionSpec, heads: Tensor) -> tuple[AttentionParams, AttentionSpec]:
-    """The parameters of the given heads alone."""
+    """Return the parameters, and the spec, of the given heads alone."""
     weight = stacked(p.qkv_weights).view(3, spec.heads, -1, p.qkv_weight.shape[1])
     proj = p.proj_weight.view(p.proj_weight.shape[0], spec.heads, -1)
     bias = p.qkv_bias
@@ -302,7 +308,7 @@ def select_heads(p: AttentionParams, spec: AttentionSpec, heads: Tensor) -> tupl
 
 
 def scatter_heads(grads: AttentionParams, p: AttentionParams, spec: AttentionSpec, heads: Tensor) -> AttentionParams:
-    """Gradients of all heads' parameters: zero outside the given heads."""
+    """Undo ``select_heads`` for gradients: those of all heads' parameters, zero outside the given heads."""
 
     def spread(grad: Grad, param: Grad, shape: tuple[int, ...], dim: int) -> Any:
         if grad is None or param is None:

@@ -1,7 +1,7 @@
-"""The layers a branch is made of, as pairs: forward, and backward from what forward was given.
+"""The layers that a branch is made of, in pairs: forward, and backward from what forward was given.
 
-Backward functions return ``None`` for gradients nobody needs. ``dtype`` is the precision of matrix products
-(``None``: that of the operands), which is how autocast is spelled inside an autograd function.
+Backward functions return ``None`` for gradients nobody needs. ``dtype`` is the precision of matrix products (``None``:
+that of the operands): an op reads it from autocast in forward and passes it on, as backward runs outside of autocast.
 """
 
 from collections.abc import Sequence
@@ -18,25 +18,26 @@ aten = torch.ops.aten
 
 Grad = Tensor | None
 PART = 2**24
-"""elements at least of one part of a large tensor, so that a GPU stays busy with it"""
+"""A large tensor that is taken in parts has at least so many elements in each, so that a GPU stays busy."""
 
 
 class Norm(NamedTuple):
-    """Static part of a normalisation over the last dimension: its epsilon and kind, "layer", "rms", "unit" (divided by
-    its length, times a weight, whose shape may be any that fits) or "none"."""
+    """The static part of a normalisation over the last dimension. ``kind`` is "layer", "rms", "none", or "unit": x
+    divided by its length, times a weight of any shape that broadcasts to x."""
 
     eps: float = 1e-6
     kind: str = "layer"
 
 
 NO_NORM = Norm(kind="none")
-COSINE = Norm(1e-12, "unit")  # products of such are cosines
+COSINE = Norm(1e-12, "unit")  # of queries and keys: their products are cosines
 
 
 class BackwardOptions(NamedTuple):
-    """How the backward pass of a branch is taken. ``row_weight`` multiplies the cotangent of its kept rows, not that of
-    the residual path; ``weight_scale`` the gradients of its parameters. ``capture``: small passes may be graphs;
-    ``spare``: memory comes first, so that compiled steps have large hidden layers in halves."""
+    """How an op runs its backward pass. ``scope`` is what is gated: a "branch", or a "block" with its residual path.
+    ``recompute``: activations are recomputed instead of saved. ``row_weight`` multiplies the cotangent of the branch's
+    kept rows, not that of the residual path; ``weight_scale`` the gradients of parameters. ``capture``: small passes
+    may become CUDA graphs. ``spare``: memory comes first, so compiled steps take large hidden layers in halves."""
 
     scope: str = "branch"
     recompute: bool = True
@@ -47,7 +48,7 @@ class BackwardOptions(NamedTuple):
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The precision autocast gives to matrix products of ``x``, ``None`` outside autocast."""
+    """Return the precision that autocast gives to matrix products of ``x``, or ``None`` outside of autocast."""
     device = x.device.type
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return None
@@ -55,13 +56,14 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def saved_dtype(x: Tensor, dtype: torch.dtype | None, recompute: bool) -> torch.dtype:
-    """In which x is saved: where memory comes first, float32 residual streams of bfloat16 models are rounded."""
+    """Return the dtype in which x is saved. With ``recompute``, where memory comes first, a float32 residual stream
+    under bfloat16 autocast is rounded to bfloat16."""
     rounds = recompute and dtype == torch.bfloat16 and x.dtype == torch.float32
     return torch.bfloat16 if rounds else x.dtype
 
 
 def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return x if dtype is None or x.dtype == dtype else x.to(dtype)  # to itself takes longer than the question
+    return x if dtype is None or x.dtype == dtype else x.to(dtype)  # x.to(x.dtype) takes longer than this test
 
 
 def linear(x: Tensor, weight: Tensor, bias: Grad, dtype: torch.dtype | None) -> Tensor:
@@ -72,12 +74,12 @@ def linear(x: Tensor, weight: Tensor, bias: Grad, dtype: torch.dtype | None) -> 
 
 
 def stacked(weights: Sequence[Tensor]) -> Tensor:
-    """Weights of layers on one input as that of one layer."""
+    """Return the weights of several layers with the same input as the weight of one layer."""
     return weights[0] if len(weights) == 1 else torch.cat(list(weights))
 
 
 def apart(gradient: Any, weights: Sequence[Tensor]) -> Sequence[Any]:
-    """The gradients of such weights from that of the one."""
+    """Undo ``stacked`` for gradients: split that of the one layer into those of ``weights``."""
     if gradient is None or len(weights) == 1:
         return [gradient] * len(weights)
     return gradient.split_with_sizes([weight.shape[0] for weight in weights])
@@ -94,8 +96,8 @@ class LastLayer(NamedTuple):
 def last_layer_gradients(product: Grad, total: Tensor, weight: Tensor, bias: Grad, scale: Grad) -> LastLayer:
     """Gradients of (W, b, γ) from ``product = dyᵀ x`` (None where neither W nor γ is trained) and ``total = Σ dy``.
 
-    The output of the linear layer is not needed for γ: ``dγ = rowsum(W ∘ (dyᵀ x)) + b ∘ Σ dy``, from the product that
-    ``dW = γ ∘ (dyᵀ x)`` takes anyway.
+    γ does not need the output of the linear layer: ``dγ = rowsum(W ∘ (dyᵀ x)) + b ∘ Σ dy`` takes the product that
+    ``dW = γ ∘ (dyᵀ x)`` needs anyway.
     """
     if scale is None:
         return LastLayer(product, total, None)
@@ -108,14 +110,15 @@ def last_layer_gradients(product: Grad, total: Tensor, weight: Tensor, bias: Gra
 
 
 def norm_columns(static: Norm, channels: int) -> int:
-    """Of a norm's totals, weight and bias."""
+    """Count the columns of a norm's totals, those of its weight and bias."""
     return 0 if static.kind == "none" else 2 * channels
 
 
 def parameter_gradients(
     grads: Sequence[Grad], params: Sequence[Grad], needs: Sequence[bool], weight_scale: float
 ) -> list[Grad]:
-    """Those that are needed, in the precision of their parameters and times 1/r if ``scale="weight"``."""
+    """Return the gradients that are needed (None for the others), in the precision of their parameters and times
+    ``weight_scale``: 1/r if ``scale="weight"``, else 1."""
     return [
         None
         if not need or grad is None or param is None
@@ -125,7 +128,7 @@ def parameter_gradients(
 
 
 def norm(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype | None = None) -> Tensor:
-    """The normalisation over the last dimension, in the precision of its weight, given in ``dtype``."""
+    """Normalise over the last dimension in the precision of the weight, and return the result in ``dtype``."""
     if static.kind == "none":
         return cast(x, dtype)
     x = x if weight is None else cast(x, weight.dtype)
@@ -137,7 +140,8 @@ def norm(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype |
 
 
 def norm_over(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype | None) -> Tensor:
-    """``norm`` of x, which is lost. It is wider than a half-precision x: then part by part, in the place of x."""
+    """``norm`` of x, which may be overwritten. If the norm is wider than a half-precision x, it runs part by part, and
+    each part of x is replaced by its result: no wide copy of all of x is made."""
     if weight is None or weight.dtype == x.dtype or dtype != x.dtype or compiling():
         return norm(x, weight, bias, static, dtype)
     for part in x.view(-1, x.shape[-1]).chunk(max(1, x.numel() // PART)):
@@ -146,7 +150,8 @@ def norm_over(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dt
 
 
 class Normed(NamedTuple):
-    """A norm computed for backward: its output, what its own backward needs, and some rows of the output apart."""
+    """A norm recomputed in backward: its output y, what its own backward needs (its input x, mean and one over the
+    standard deviation), and some rows of the output, ``y_kept``."""
 
     y: Tensor
     x: Tensor
@@ -155,12 +160,12 @@ class Normed(NamedTuple):
     y_kept: Any = None
 
     def without_output(self) -> "Normed":
-        """What its backward needs."""
+        """Drop the output, to free its memory: the norm's backward does not need it."""
         return self._replace(y=self.x, y_kept=None)
 
 
 def norm_again(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.dtype | None) -> Normed:
-    """``norm`` once more in backward, with its statistics."""
+    """Recompute ``norm`` in backward, with its statistics."""
     if static.kind == "none":
         return Normed(cast(x, dtype), x, None, None)
     x = x if weight is None else cast(x, weight.dtype)
@@ -184,7 +189,7 @@ def _unit(x: Tensor, weight: Grad, eps: float, dtype: torch.dtype | None) -> Nor
 
 
 class NormGradients(NamedTuple):
-    """Of a norm's input and its parameters."""
+    """Gradients of a norm's input and parameters."""
 
     x: Tensor
     weight: Grad
@@ -194,7 +199,7 @@ class NormGradients(NamedTuple):
 def norm_backward(
     dy: Tensor, n: Normed, weight: Grad, bias: Grad, static: Norm, needs_weight: bool, needs_bias: bool
 ) -> NormGradients:
-    """From ``dy`` and what ``norm_again`` gave."""
+    """Backward of ``norm``, from ``dy`` and the result of ``norm_again``."""
     if static.kind == "none":
         return NormGradients(dy, None, None)
     dy = dy.to(n.x.dtype)
@@ -206,8 +211,8 @@ def norm_backward(
 
 
 def _uncentred_norm_backward(dy: Tensor, n: Normed, weight: Grad, static: Norm, needs_weight: bool) -> NormGradients:
-    """With x̂ = x / rms(x) and g = dy ∘ w: ``dx = (g − x̂ mean(g ∘ x̂)) / rms(x)``, ``dw = Σ dy ∘ x̂``. Of a unit, whose
-    x̂ is x / |x|, the sum instead of the mean."""
+    """With x̂ = x / rms(x) and g = dy ∘ w: ``dx = (g − x̂ mean(g ∘ x̂)) / rms(x)``, ``dw = Σ dy ∘ x̂``. For kind "unit",
+    |x| stands for rms(x) and the sum for the mean."""
     assert n.rstd is not None
     unit = n.x * n.rstd
     g = dy if weight is None else dy * weight

@@ -1,8 +1,9 @@
 """MLP branch: ``y = x + s · gate(γ ∘ (W₂ act(W₁ norm(x) + b₁) + b₂))``, backward on kept rows (Eq. 4, 5).
 
-The activation may be a gate, and a norm may follow it. The norm may be behind the branch instead of before it. The
-branch serves ConvNeXt's pointwise convolutions too, where the residual comes from elsewhere (``residual=False``).
-Saved: the kept rows of x; with ``recompute=False`` also those of the hidden layer.
+The activation may be a gate, and a norm may follow it. The norm may be behind the branch instead of before it.
+ConvNeXt's pointwise convolutions are this branch too, with ``residual=False``: their residual is added elsewhere.
+Saved: the kept rows of x, from which backward recomputes the rest; with ``recompute=False`` also those of the hidden
+layer. Every layer is row by row, so kept rows are all that backward needs.
 """
 
 from typing import Any, NamedTuple
@@ -37,8 +38,8 @@ from .steps import Affine, Cotangent, PostNormGradients, Steps, before_norm
 
 
 class MLPParams(NamedTuple):
-    """The parameters of the branch; where the two layers of a gate are apart, ``weight1`` is that of a, which is
-    activated, and ``value_weight`` that of b."""
+    """The parameters of the branch. Of a gate ``act(a) ∘ b``, ``weight1`` and ``bias1`` stack the layers of a and b; if
+    the model has two weights, ``weight1`` is that of a and ``value_weight`` that of b."""
 
     norm_weight: Grad
     norm_bias: Grad
@@ -59,8 +60,8 @@ class MLPParams(NamedTuple):
 
 
 class MLPSpec(NamedTuple):
-    """What is static about the branch; ``act`` is one for ``activation_named``, ``inner_norm`` (None: none) comes
-    behind it, ``post_norm`` behind the branch, which has no scale then."""
+    """The static part of the branch. ``act`` is a name for ``activation_named``; ``inner_norm`` (None: none) follows
+    the activation, ``post_norm`` the branch, which then has no scale. ``dtype`` is the precision of products."""
 
     norm: Norm = Norm()
     act: str = "gelu"
@@ -70,7 +71,7 @@ class MLPSpec(NamedTuple):
 
 
 class MLPWeights(NamedTuple):
-    """What is multiplied and added, in the precision of products; ``bias2`` where the output is computed."""
+    """Weights and biases in the precision of products; ``bias2`` only where the output is computed."""
 
     weight1: Tensor
     bias1: Grad
@@ -79,8 +80,8 @@ class MLPWeights(NamedTuple):
 
 
 class MLPProducts(NamedTuple):
-    """What ``mlp_backward`` has found for the weights: the gradient of weight1, ``dyᵀ g`` for weight2, and the
-    gradients of the norm behind the branch."""
+    """What ``mlp_backward`` returns for the parameters: the gradient of the (stacked) weight1, ``dyᵀ g`` for weight2
+    and the scale, and the gradients of the norm behind the branch."""
 
     weight1: Any
     last: Grad
@@ -99,8 +100,9 @@ def mlp_branch(
     residual: bool = True,
     options: BackwardOptions = BackwardOptions(),
 ) -> Tensor:
-    """The branch on ``x [B, ..., C]``; ``factor [B]`` is stochastic depth's factor per sample, ``inverse`` that of
-    ``rows`` if it is at hand. With ``marks [B, k]`` instead of rows these are chosen in backward (``chosen.py``)."""
+    """Return the branch's output for ``x [B, ..., C]``. ``factor [B]`` is stochastic depth's factor per sample,
+    ``inverse`` that of ``rows`` if it is at hand; ``marks [B, k]`` stand for rows that backward chooses
+    (``chosen.py``)."""
     spec = spec._replace(dtype=autocast_dtype(x))
     return _run_mlp(*MLPInputs(x, rows, inverse, marks, factor, spec, residual, options), *params)
 
@@ -108,13 +110,13 @@ def mlp_branch(
 def mlp_forward(
     x: Tensor, rows: R.Rows, p: MLPParams, weights: MLPWeights, spec: MLPSpec, recompute: bool
 ) -> tuple[Tensor, Grad]:
-    """The branch's output, and the kept rows of its hidden layer unless these are recomputed."""
+    """Return the branch's output, and the kept rows of its hidden layer (None if they will be recomputed)."""
     n = norm(x, p.norm_weight, p.norm_bias, spec.norm, spec.dtype)
     h = linear(n, weights.weight1, weights.bias1, spec.dtype)
     del n
     kept_h = None if recompute else device_of(x).save_rows(h, rows)
     g = activate(h, spec.act, overwrite=recompute or rows is not None)
-    del h  # the hidden layer is the widest: no more of it at once than needed
+    del h  # the hidden layer is the widest: as few copies of it at once as possible
     z = mlp_last(g, p, weights, spec)
     del g
     if spec.post_norm is not None:
@@ -123,14 +125,14 @@ def mlp_forward(
 
 
 def mlp_last(g: Tensor, p: MLPParams, weights: MLPWeights, spec: MLPSpec) -> Tensor:
-    """The last layer's output from the activated hidden layer, which may be overwritten."""
+    """Return the last layer's output for the activated hidden layer g, which may be overwritten."""
     if spec.inner_norm is not None:
         g = norm_over(g, p.inner_norm_weight, p.inner_norm_bias, spec.inner_norm, spec.dtype)
     return linear(g, weights.weight2, weights.bias2, spec.dtype)
 
 
 def mlp_weights(p: MLPParams) -> tuple[Any, ...]:
-    """Those to be cast."""
+    """Return the parameters that ``MLPWeights`` holds, before they are cast."""
     return p.weights1, p.bias1, p.weight2, p.bias2
 
 
@@ -139,8 +141,8 @@ def mlp_norm(p: MLPParams, spec: MLPSpec) -> Affine:
 
 
 def mlp_columns(p: MLPParams, spec: MLPSpec) -> int:
-    """Of the totals of the branch: "mlp_output", "mlp_hidden", "mlp_norm_weight", "mlp_norm_bias", and of an inner norm
-    "mlp_inner_norm_weight", "mlp_inner_norm_bias"."""
+    """Count the columns of the branch's totals: "mlp_output", "mlp_hidden", "mlp_norm_weight", "mlp_norm_bias", and of
+    an inner norm "mlp_inner_norm_weight", "mlp_inner_norm_bias"."""
     hidden = sum(weight.shape[0] for weight in p.weights1)
     inner = norm_columns(spec.inner_norm or NO_NORM, p.weight2.shape[1])
     return p.weight2.shape[0] + hidden + norm_columns(spec.norm, p.weight1.shape[1]) + inner
@@ -157,8 +159,9 @@ def mlp_backward(
     needs: Needs,
     spare: bool,
 ) -> tuple[Tensor, MLPProducts]:
-    """From normalised kept rows: their gradient, and the products for the weights. ``h`` is the hidden layer,
-    recomputed unless given. Where it is large, maybe one half of the rows after the other."""
+    """Backpropagate from the cotangent of the last layer to the normalised kept rows ``n.y``; return their gradient and
+    the products for the parameters. The hidden layer ``h`` is recomputed unless given. If it is large, the rows may be
+    taken in two halves, one after the other, so that only half of it exists at a time."""
     hidden = n.y.shape[0] * cast_weights.weight1.shape[0]
     if spec.post_norm is not None or not in_halves(hidden, device_of(n.y), spare):
         return mlp_backward_rows(steps, dy, n.y, h, cast_weights, p, spec, needs)
@@ -174,8 +177,9 @@ def mlp_backward(
 
 
 def in_halves(hidden: int, device: Device, spare: bool) -> bool:
-    """Whether so many elements of the hidden layer are too many at once: their memory would be held by a graph, or is
-    the peak of a compiled step, whose order is not ours, and is to be spared."""
+    """Whether a hidden layer of ``hidden`` elements is too large to be made at once: in a CUDA graph, which holds its
+    memory, or in a compiled step, where the compiler's order of operators lets it set the peak, if memory is to be
+    spared."""
     return (hidden >= 2 * PART and device.capturing()) or (spare and hidden >= 4 * PART and compiling())
 
 
@@ -189,7 +193,7 @@ def mlp_backward_rows(
     spec: MLPSpec,
     needs: Needs,
 ) -> tuple[Tensor, MLPProducts]:
-    """The same of some rows, whose norm is y."""
+    """``mlp_backward`` of some rows at once; y are their normalised values."""
     weight1, bias1, weight2, _ = cast_weights
     overwrite, post, act = h is None, PostNormGradients(), activation_named(spec.act)
     if h is None:
@@ -197,7 +201,7 @@ def mlp_backward_rows(
     if spec.post_norm is not None:
         affine = Affine(p.post_norm_weight, p.post_norm_bias, spec.post_norm)
         dy, post = before_norm(dy, mlp_last(act.forward(h), p, cast_weights._replace(bias2=p.bias2), spec), affine)
-    # The hidden layer is the widest: no more of it at once than needed.
+    # The hidden layer is the widest: as few copies of it at once as possible.
     product, needs_product = None, needs.weight2 or needs.scale
     if spec.inner_norm is None:
         dg = dy.dz @ weight2
@@ -219,7 +223,7 @@ def mlp_backward_rows(
 
 
 def mlp_gradients(products: MLPProducts, totals: dict[str, Tensor], p: MLPParams) -> MLPParams:
-    """The parameters' gradients, before their precision and scale."""
+    """Return the gradients of all parameters, which ``parameter_gradients`` has yet to cast and scale."""
     post = products.post
     total = totals["mlp_output"] if post.total is None else post.total
     last = device_of(p.weight2).last_layer(products.last, total, p.weight2, p.bias2, p.scale)
@@ -241,7 +245,7 @@ def mlp_gradients(products: MLPProducts, totals: dict[str, Tensor], p: MLPParams
 
 
 class MLPInputs(NamedTuple):
-    """What the function takes before the parameters; as gradients, all but that of x are None."""
+    """The autograd function's arguments before the parameters; among its gradients, only that of x is not None."""
 
     x: Any
     rows: R.Rows = None
@@ -255,7 +259,7 @@ class MLPInputs(NamedTuple):
 
 class MLPSaved(NamedTuple):
     """What the function saves before the parameters: kept rows of x and, unless recomputed, of the hidden layer; all
-    of them where they are chosen in backward."""
+    rows of both if backward chooses which to keep."""
 
     x: Tensor
     h: Grad

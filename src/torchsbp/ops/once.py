@@ -1,4 +1,4 @@
-"""once: backward passes whose own derivative is not written. Whoever asks for it is refused."""
+"""``once``: for backward passes that have no derivative of their own. To differentiate them again is an error."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -14,10 +14,10 @@ Backward = Callable[..., Any]
 
 
 def once(backward: Backward) -> Backward:
-    """The backward of an autograd function, run without recording; differentiating its result is an error.
+    """Wrap the backward of an autograd function: it runs without recording, and differentiating its result is an error.
 
-    Unlike ``torch.autograd.function.once_differentiable``, also where the cotangent is a constant: the result depends
-    on what forward has saved.
+    Unlike with ``torch.autograd.function.once_differentiable``, that is so even if the cotangent is a constant: the
+    result also depends on what forward has saved.
     """
 
     @wraps(backward)
@@ -32,18 +32,18 @@ def once(backward: Backward) -> Backward:
 
 
 def marked(gradients: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The gradients, none of which can be differentiated: neither for what forward has saved nor, as a product with the
-    Jacobian would by a second backward, for the cotangents."""
+    """Return the gradients such that differentiating any of them is an error: with respect to what forward has saved,
+    or to the cotangents (a Jacobian-vector product by a second backward)."""
     given = [gradient.detach().requires_grad_() for gradient in gradients if isinstance(gradient, Tensor)]
     left = iter(_Refused.apply(len(given), *given, *cotangents) if given else ())
     return tuple(next(left) if isinstance(gradient, Tensor) else gradient for gradient in gradients)
 
 
 def differentiable_once(*tensors: Tensor) -> list[Tensor]:
-    """The tensors; the gradients that they are given can't be differentiated.
+    """Return the tensors such that the gradients they receive can't be differentiated.
 
-    For a part of a graph that autograd records: some of its operations may have a second derivative, others have none,
-    and raise PyTorch's own error before the mark behind them is reached.
+    This is for a part of a graph that autograd records itself. Operations in it that have no second derivative raise
+    PyTorch's own error before this one is reached.
     """
     return [_Once.apply(x) if x.requires_grad else x for x in tensors]
 

@@ -1,6 +1,6 @@
-"""The last layer of an attention branch: a norm before the projection, the projection, a norm behind it or a scale.
+"""The end of an attention branch: the projection, with an optional norm before it and a scale or a norm behind it.
 
-``y = γ ∘ (W norm(o) + b)``, or ``y = norm(W norm(o) + b)``; o are rows of all heads side by side.
+``y = γ ∘ (W norm(o) + b)``, or ``y = norm(W norm(o) + b)``; a row of o has all heads side by side.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from .steps import Affine, Cotangent, PostNormGradients, before_norm
 
 
 def attention_last(o: Tensor, p: AttentionParams, weights: AttentionWeights, spec: AttentionSpec) -> Tensor:
-    """The branch's output, but for its scale."""
+    """Return the branch's output before its scale γ."""
     if spec.inner_norm is not None:
         o = norm(o, p.inner_norm_weight, p.inner_norm_bias, spec.inner_norm, spec.dtype)
     z = linear(o, weights.proj_weight, weights.proj_bias, spec.dtype)
@@ -28,7 +28,8 @@ def attention_output(o: Tensor, p: AttentionParams, weights: AttentionWeights, s
 
 
 class OutputProducts(NamedTuple):
-    """What backward has found for the parameters: ``dyᵀ o`` for the projection, and the gradients of the norms."""
+    """What backward gives for the parameters: ``dyᵀ norm(o)`` for the projection and the scale, and the norms'
+    gradients."""
 
     last: Grad
     inner_norm_weight: Grad
@@ -39,7 +40,8 @@ class OutputProducts(NamedTuple):
 def output_backward(
     dy: Cotangent, o: Tensor, weight: Tensor, p: AttentionParams, spec: AttentionSpec, needs: Needs
 ) -> tuple[Tensor, OutputProducts]:
-    """The gradient of o, and of the parameters; ``weight`` is the projection's in the precision of products."""
+    """Return the gradient of o and what the parameters' gradients are made of; ``weight`` is the projection's in the
+    precision of products."""
     affine = Affine(p.inner_norm_weight, p.inner_norm_bias, spec.inner_norm or NO_NORM)
     inner, post = norm_again(o, *affine, o.dtype), PostNormGradients()
     if spec.post_norm is not None:

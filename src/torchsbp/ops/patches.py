@@ -1,8 +1,8 @@
-"""A convolution whose stride is its kernel, as it cuts images into patches: ``y = patches(x) Wᵀ + b``.
+"""A patch embedding, a convolution whose stride is its kernel: ``y = patches(x) Wᵀ + b``.
 
-Exact, not sampled. No patch overlaps another, so its backward is that of a linear layer on patches, cut out of what it
-was given: images that their owner holds are not saved once more in the precision of products. Forward it is the
-convolution bit for bit; compiled, where other kernels run too, the linear layer, of which GPUs have better ones.
+It is exact, not sampled. Patches do not overlap, so backward is that of a linear layer on patches, which are cut out of
+x again: images that their owner holds anyway are not saved a second time in the precision of products. Forward is the
+convolution, bit for bit; when compiling, which changes kernels anyway, it is the linear layer, which is faster on GPUs.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from .once import once
 
 
 def patch_embedding(x: Tensor, weight: Tensor, bias: Grad, held: bool = True) -> Tensor:
-    """The convolution of ``x [B, C, *size]`` by ``weight [C', C, *kernel]``, of two or three dimensions. ``held``: x is
+    """Convolve ``x [B, C, *size]`` with ``weight [C', C, *kernel]``, in two or three dimensions. With ``held``, x is
     saved as it is, since others hold it too; otherwise in the precision of products."""
     return _run_patch_embedding(x, weight, bias, autocast_dtype(x), held)
 
 
 def cut_patches(x: Tensor, kernel: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """``[B, C, *size]`` as rows ``[B * N, C * prod(kernel)]``, each in the order of ``weight.flatten(1)``, by one copy.
-    What is left over at the end of a dimension is cut off."""
+    """Cut ``x [B, C, *size]`` into patches by one copy: rows ``[B * N, C * prod(kernel)]`` in the order of
+    ``weight.flatten(1)``. What is left over at the end of a dimension is cut off."""
     for dim, k in enumerate(kernel, 2):
         x = x.unfold(dim, k, k)
     x = x.movedim(1, len(kernel) + 1).to(dtype, memory_format=torch.contiguous_format)
@@ -35,7 +35,8 @@ def cut_patches(x: Tensor, kernel: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Grad, transposed: bool = False, rest: Sequence[int] = ()) -> Tensor:
-    """The convolution, or its transpose, which puts patches side by side and zeros into the rest of every dimension."""
+    """Run the convolution or its transpose, which puts patches side by side and zeros into the ``rest`` that no patch
+    covers at the end of every dimension."""
     kernel = weight.shape[2:]
     none, one = [0] * len(kernel), [1] * len(kernel)
     return torch.convolution(x, weight, bias, kernel, none, one, transposed, rest or none, 1)

@@ -21,8 +21,8 @@ from .window_attention import MASKED, NO_WINDOWS, Cut, Padding
 
 
 def gate(y: Tensor, rows: Tensor | None, weight: Weight = None) -> Tensor:
-    """Identity whose gradient is zero outside ``rows`` (None: everywhere kept) of ``y [B, ..., C]``, and as often as
-    they count in them."""
+    """Return ``y [B, ..., C]``. Its gradient is zero outside ``rows`` (None: all are kept), and multiplied by how often
+    they count inside."""
     if rows is None:
         return y
     kept = torch.where(mask(rows, y.shape[:-1]).unsqueeze(-1), y, y.detach())
@@ -73,7 +73,7 @@ def mlp_branch(
 def attention(
     x: Tensor, rows: Tensor | None, heads: Tensor | None, p: AttentionParams, spec: AttentionSpec, cut: Cut = NO_WINDOWS
 ) -> Tensor:
-    """Softmax attention with the attention map written out (Eq. 14, 15), its gradient gated by the rule."""
+    """Softmax attention with its map written out (Eq. 14, 15); the rule's gates inside attention are applied."""
     n = norm(x, p.norm_weight, p.norm_bias, spec.norm)
     q, k, v = F.linear(n, stacked(p.qkv_weights), p.qkv_bias).unflatten(-1, (3, spec.heads, -1)).permute(2, 0, 3, 1, 4)
     if spec.qk_norm is not None:
@@ -94,7 +94,7 @@ def attention(
 
 
 def drop_qkv(m: Tensor, v: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """The map ``M_ij`` is a constant unless i and j are kept, ``V_j`` unless j is; ``kept [B, 1, N]``."""
+    """Make ``M_ij`` a constant unless i and j are kept, and ``V_j`` unless j is; ``kept [B, 1, N]``."""
     rows, columns = kept.unsqueeze(-1), kept.unsqueeze(-2)
     return torch.where(rows & columns, m, m.detach()), torch.where(rows, v, v.detach())
 
@@ -143,9 +143,9 @@ def transformer_block(
     weight: Weight = None,
     cut: Cut = NO_WINDOWS,
 ) -> Tensor:
-    """The attention branch, then the MLP branch, on the same kept rows: ``y``. With a weight, ``x + gate(y − x)``.
+    """The attention branch, then the MLP branch, on the same kept rows: y. With a weight, ``x + gate(y − x)``.
 
-    Under rule "exact" it is the MLP branch alone that is gated and weighted.
+    Under rule "exact" only the MLP branch is gated and weighted.
     """
     attention_factor, mlp_factor = factors
     middle = attention_branch(x, rows, p1, spec1, None, attention_factor, scope, cut=cut)
@@ -178,9 +178,8 @@ def rerun(
     scope: str = "branch",
     weight: Weight = None,
 ) -> Tensor:
-    """``gate(block(x))``; at dropped rows the residual path, part of the block, has its gradient all the same.
-
-    With a weight, ``residual + gate(block(x) − residual)``.
+    """``gate(block(x))``, but in scope "branch" the residual path, a part of the block, keeps its gradient at dropped
+    rows. With a weight, ``residual + gate(block(x) − residual)``.
     """
     y = block(x)
     if rows is None or residual is None or scope == "block":
@@ -203,8 +202,9 @@ def window_attention(
 ) -> Tensor:
     """Attention of rows ``[B, heads, n, D]`` in their windows, as one map over all slots of all windows.
 
-    A row sees the slots of its own window, padding included; ``bias [heads, area, area]`` is by slot, and slots of
-    another region are as good as masked. Outside ``kept_keys``, rows, scores and values are constants (rule "qkv").
+    A row sees the slots of its own window, padding included. ``bias [heads, area, area]`` is indexed by slots of a
+    window; scores across regions get −100 added. Under rule "qkv", ``kept_keys`` are the kept rows: a score is a
+    constant unless its query and its key are kept, a value unless it is.
     """
     assert cut.places is not None
     places, area, n = cut.places.flatten(), bias.shape[-1], q.shape[2]
@@ -224,7 +224,7 @@ def window_attention(
 
 
 def in_slots(x: Tensor, places: Tensor, padding: Tensor | None) -> Tensor:
-    """Rows ``[B, heads, n, D]`` in the order of slots, padding (default: zeros) where there is none."""
+    """Rows ``[B, heads, n, D]`` in the order of slots; slots without a row hold ``padding`` (default: zeros)."""
     beyond = x.new_zeros(x.shape[1], x.shape[3]) if padding is None else padding
     extra = beyond[:, None].expand(x.shape[0], -1, len(places) - x.shape[2], -1)
     return torch.cat([x, extra], 2)[:, :, places]

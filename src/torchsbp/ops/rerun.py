@@ -1,11 +1,11 @@
-"""Any block as one function: its value is that of all rows, its gradient that of a second run on kept rows.
+"""Any block as one function: its value comes from a run on all rows, its gradient from a second run on kept rows.
 
-``again(x, rows, *tensors) -> [B, k, C]`` is the block's forward for kept rows; x is what it needs of the block's input,
-all rows where keys and values come from them. With y the block's output on all rows, computed without recording, the
-result is y with the gradients of ``again`` for x and the tensors; ``residual``, the tensor on the residual path, gets
-its own at dropped rows, dy (nothing in scope "block"). With a weight w of kept rows ``again`` has the cotangent w · dy,
-and at kept rows the residual path gets (1 − w) · dy, so that it has dy in all. Rows of y begin at its dimension
-``dim``, as in ``rows``.
+The first run gives y without recording a graph. ``again(x, rows, *tensors) -> [B, k, C]`` is the second: the block's
+forward for kept rows. Its x is what it needs of the block's input, all rows if keys and values come from them. The
+result is y. x and the tensors get the gradients of ``again`` for the cotangent w · dy at kept rows, with w their weight
+(default 1). ``residual``, the tensor on the residual path, gets dy at dropped rows and (1 − w) · dy at kept ones: with
+what reaches it through ``again``, it has dy in all (scope "block": it gets nothing). Positions of y begin at its
+dimension ``dim``, as in ``rows.channels_last``.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,30 +32,32 @@ def rerun(
     options: BackwardOptions,
     dim: int = 1,
 ) -> Tensor:
-    """y, with the gradient of ``again(x, rows, *tensors)``, which runs in backward. Saved: x and the tensors."""
+    """Return y with the gradient of ``again(x, rows, *tensors)``, which runs in backward. Saved: x and the tensors."""
     return _Rerun.apply(*RerunInputs(again, fresh(y), rows, options, dim, residual, x), *tensors)
 
 
 def graft(y: Tensor, kept: Tensor, residual: Grad, rows: R.Rows, options: BackwardOptions, dim: int = 1) -> Tensor:
-    """y, with the gradient of its kept rows, which have run already on ``inner(x, options)``.
+    """Return y with the gradient of ``kept``, the result of a second run that has been made on ``inner(x, options)``.
 
-    The value does not depend on them: where their run is checkpointed, a compiler leaves it to the backward graph.
+    The value does not depend on ``kept``: if the second run is checkpointed, a compiler moves it to the backward graph.
     """
     return _Graft.apply(*GraftInputs(fresh(y), kept, residual, rows, options, dim))
 
 
 def fresh(y: Tensor) -> Tensor:
-    """y, which may be given a gradient itself: a view of it would not bear the in-place operations of the model."""
+    """Return y for an autograd function to mark dirty and return: a view would forbid in-place operations behind it."""
     return y.clone() if torch.compiler.is_compiling() or y._is_view() else y
 
 
 def inner(x: Tensor, options: BackwardOptions) -> Tensor:
-    """x for a run that is grafted: it takes back the weight scale, which parameters alone should see."""
+    """Return x for a second run that is grafted. Its gradient is divided by the weight scale, as ``graft`` multiplies
+    the whole cotangent by it, but it is for parameters alone."""
     return x if options.weight_scale == 1 else _ScaleGradient.apply(x, 1 / options.weight_scale)
 
 
 def casts_anew(x: Tensor, dtype: torch.dtype | None) -> torch.autocast:
-    """Autocast to ``dtype`` (None: none) without its cache, in which a run without gradients leaves weights without."""
+    """Return autocast to ``dtype`` (None: off) without its cache: a run without gradients leaves casts of weights there
+    that would pass no gradient on."""
     device = x.device.type
     if dtype is None:
         return torch.autocast(device, enabled=False, cache_enabled=False)
@@ -63,14 +65,14 @@ def casts_anew(x: Tensor, dtype: torch.dtype | None) -> torch.autocast:
 
 
 def kept_of(dy: Tensor, rows: R.Rows, options: BackwardOptions, shape: torch.Size, dim: int) -> Tensor:
-    """The cotangent of the second run."""
+    """Return the cotangent of the second run: kept rows of dy, weighted, in its shape."""
     if rows is None:
         return dy
     return R.weighted(R.take(R.channels_last(dy, dim), rows), options.row_weight, dy.shape[0]).view(shape)
 
 
 def past(dy: Tensor, rows: R.Rows, options: BackwardOptions, dim: int, need: bool) -> Grad:
-    """What the residual path gets besides what goes through the second run."""
+    """Return the gradient that the residual path gets directly, besides what goes through the second run."""
     if rows is None or options.scope == "block" or not need:
         return None
     dy = R.channels_last(dy, dim)
@@ -83,7 +85,7 @@ def past(dy: Tensor, rows: R.Rows, options: BackwardOptions, dim: int, need: boo
 
 
 class RerunInputs(NamedTuple):
-    """What the function takes before the tensors; as gradients, all but those of the residual and x are None."""
+    """The autograd function's arguments before the tensors; only residual and x have gradients that are not None."""
 
     again: Again | None = None
     y: Grad = None
@@ -132,7 +134,7 @@ class _Rerun(torch.autograd.Function):
 
 
 class GraftInputs(NamedTuple):
-    """What the function takes; as gradients, all but those of the kept rows and the residual are None."""
+    """The autograd function's arguments; only kept and residual have gradients that are not None."""
 
     y: Grad = None
     kept: Grad = None
@@ -143,7 +145,7 @@ class GraftInputs(NamedTuple):
 
 
 class _Graft(torch.autograd.Function):
-    """y; its gradient goes to its kept rows, times the weight scale, and to the residual path at dropped rows."""
+    """Returns y. Its gradient goes to ``kept``, weighted and times the weight scale, and to the residual path."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
-"""Rotary embeddings: queries and keys turned by an angle of their position, ``y = x ∘ cos + rot(x) ∘ sin``.
+"""Rotary embeddings: queries and keys turned by angles of their position, ``y = x ∘ cos + rot(x) ∘ sin``.
 
-``rot`` swaps the members of pairs, and one of them changes its sign: neighbours, or with ``half`` those half a head
-apart. As ``rotᵀ = −rot``, ``dx = dy ∘ cos − rot(dy ∘ sin)``. Shapes: x ``[B, H, m, D]``, sine and cosine side by side
-in ``rope [N, 2D]``, or ``[H, N, 2D]`` where heads differ; ``rows`` says at which rows x is (None: all, in order).
+``rot`` maps every pair of channels (a, b) to (−b, a); a pair is two neighbours, or with ``half`` two channels half a
+head apart. As ``rotᵀ = −rot``, ``dx = dy ∘ cos − rot(dy ∘ sin)``. Shapes: ``x [B, H, m, D]`` at ``rows`` (None: all, in
+order); ``rope`` has sine and cosine side by side, ``[N, 2D]``, or ``[H, N, 2D]`` where heads differ.
 """
 
 import torch
@@ -17,13 +17,14 @@ def rotate(x: Tensor, rope: Tensor, rows: R.Rows, half: bool) -> Tensor:
 
 
 def rotate_backward(dy: Tensor, rope: Tensor, rows: R.Rows, half: bool) -> Tensor:
-    """Of x."""
+    """Return the gradient of x."""
     sin, cos = at(rope, rows, dy.shape[0]).chunk(2, -1)
     return (dy * cos - turned(dy * sin, half)).to(dy.dtype)
 
 
 def rope_gradient(dy: Tensor, x: Tensor, rope: Tensor, rows: R.Rows, half: bool) -> Tensor:
-    """Of sine and cosine: ``dy ∘ rot(x)`` and ``dy ∘ x``, summed over all that are turned by them."""
+    """Return the gradient of rope: ``dy ∘ rot(x)`` for sines and ``dy ∘ x`` for cosines, each summed over all samples
+    (and heads) that share the angle."""
     dy, x = dy.to(rope.dtype), x.to(rope.dtype)
     found = torch.cat([dy * turned(x, half), dy * x], -1)
     found = found.sum(1) if rope.dim() == 2 else found.movedim(1, 0)  # [(H,) B, m, 2D]
@@ -33,7 +34,7 @@ def rope_gradient(dy: Tensor, x: Tensor, rope: Tensor, rows: R.Rows, half: bool)
 
 
 def at(rope: Tensor, rows: R.Rows, samples: int) -> Tensor:
-    """For these rows, ``[B, H or 1, m, 2D]``, or all of them."""
+    """Return the sines and cosines at the given rows, ``[B, H or 1, m, 2D]``; for all rows, ``rope`` itself."""
     if rows is None:
         return rope
     kept = rope.index_select(-2, rows % rope.shape[-2]).unflatten(-2, (samples, -1))

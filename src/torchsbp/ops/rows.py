@@ -15,7 +15,8 @@ Rows = Tensor | None
 
 
 class RowWeight(NamedTuple):
-    """How often a kept row counts, one over its probability; the first ``prefix`` kept rows of a sample count once."""
+    """How often a kept row counts: one over its probability of being kept. The first ``prefix`` rows of every sample
+    (class and register tokens) are always kept and count once."""
 
     weight: float
     prefix: int = 0
@@ -27,8 +28,8 @@ def flat(x: Tensor) -> Tensor:
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """x whose rows lie in memory one after the other. Behind an embedding of patches they may lie across it, and all
-    sums with x, and so all blocks, would go on like that."""
+    """Return x with its rows one after the other in memory. A patch embedding may give a transposed view; every sum
+    with it, and so the output of every block that follows, would keep that layout."""
     return x.contiguous()
 
 
@@ -45,13 +46,13 @@ def put(base: Tensor, rows: Rows, values: Tensor) -> Tensor:
 
 
 def channels_last(x: Tensor, dim: int = 1) -> Tensor:
-    """x as ``[B, ..., C]``; ``dim`` says where its positions begin: 1 if it is that, 2 if it is ``[B, C, ...]``."""
+    """Return x as ``[B, ..., C]``. ``dim`` is its first dimension of positions: 2 if x is ``[B, C, ...]``, else 1."""
     return x if dim == 1 else x.movedim(1, -1)
 
 
 def channels_back(x: Tensor, dim: int = 1, given: Tensor | None = None) -> Tensor:
-    """The inverse of ``channels_last``. Where the map ``given`` lay in memory as ``[B, C, ...]``, so does this one: the
-    model's own layers that follow are used to that."""
+    """Undo ``channels_last``. If the map ``given`` is contiguous as ``[B, C, ...]``, so is the result: the model's own
+    layers that follow expect that."""
     if dim == 1:
         return x
     x = x.movedim(-1, 1)
@@ -64,7 +65,8 @@ def count(x: Tensor, dim: int = 1) -> int:
 
 
 def take_map(x: Tensor, rows: Tensor, dim: int = 1) -> Tensor:
-    """The given rows of x in its layout, of a map as one column: ``[B, k, C]``, ``[B, k, 1, C]``, ``[B, C, k, 1]``."""
+    """Return the given rows in the layout of x: ``[B, k, C]``; for a map, whose kept rows form one column,
+    ``[B, k, 1, C]`` or ``[B, C, k, 1]``."""
     last = channels_last(x, dim)
     kept = take(last, rows).view(x.shape[0], -1, *[1] * (x.dim() - 3), last.shape[-1])
     return kept if dim == 1 else kept.movedim(-1, 1)
@@ -79,11 +81,11 @@ def per_sample(x: Tensor, factor: Tensor | None) -> Tensor:
 
 
 Weight = RowWeight | Tensor | None
-"""How often kept rows count: patches all alike, or row by row ``[B * k]``. None: once."""
+"""How often kept rows count: the same for all patches, or a tensor ``[B * k]`` with a number per row. None: once."""
 
 
 def weighted(x: Tensor, weight: Weight, samples: int) -> Tensor:
-    """Kept rows ``[B * k, C]`` as often as they count."""
+    """Multiply kept rows ``[B * k, C]`` by how often they count."""
     if weight is None:
         return x
     if isinstance(weight, Tensor):
@@ -104,23 +106,24 @@ def after(cotangent: Tensor, x: Tensor) -> Tensor:
 
 
 def zero_of(cotangent: Tensor) -> Tensor:
-    """A zero that depends on it: exact, also for inf and NaN."""
+    """Return a zero that depends on the cotangent; it is exactly zero even if that is inf or NaN."""
     return (cotangent.flatten()[0] * 0).nan_to_num(0.0, 0.0, 0.0)
 
 
 def new_value(x: Tensor) -> Tensor:
-    """``x``, another value to the compiler, which would merge the same expressions of x elsewhere with ours."""
+    """Return ``x``, when compiling as a new value: the compiler would merge our expressions of x with equal ones
+    elsewhere."""
     return x.clone() if compiling() else x
 
 
 def inverse(rows: Tensor, size: int) -> Tensor:
-    """The inverse of ``rows``: the place of each of ``size`` rows among the kept ones, -1 for the rest."""
+    """Return the inverse of ``rows``: for each of ``size`` rows its place among the kept ones, or -1."""
     none = torch.full((size,), -1, dtype=torch.int32, device=rows.device)
     return none.index_copy_(0, rows, torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device))
 
 
 def by_rows(x: Tensor) -> Tensor:
-    """``[B, H, N, D]`` whose heads lie side by side in every row, and rows at equal distances."""
+    """Return ``x [B, H, N, D]`` with the heads of a row side by side in memory and all rows at equal distances."""
     _, _, n, width = x.shape
     lies_so = x.stride(3) == 1 and x.stride(1) == width and x.stride(0) == n * x.stride(2)
     return x if lies_so else x.transpose(1, 2).contiguous().transpose(1, 2)

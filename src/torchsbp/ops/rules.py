@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 
 class Rule(NamedTuple):
-    """What of the branch has gradients only where it is kept.
+    """Which parts of an attention branch get gradients only where they are kept (docs/method.md, 3.4).
 
     - ``query_rows``: rows of queries, and so of the output.
-    - ``key_rows``: rows of keys and values; they are the same rows, so ``query_rows`` is true then too.
+    - ``key_rows``: rows of keys and values. They are the rows of the queries, so ``query_rows`` is true then too.
     - ``heads``: the contributions of heads.
     """
 
@@ -23,6 +23,6 @@ RULES = {
         Rule("query", query_rows=True, key_rows=False, heads=False),  # Eq. 19–23
         Rule("qkv", query_rows=True, key_rows=True, heads=False),
         Rule("head", query_rows=False, key_rows=False, heads=True),
-        Rule("exact", query_rows=False, key_rows=False, heads=False),  # the MLP alone is sampled
+        Rule("exact", query_rows=False, key_rows=False, heads=False),  # only the MLP is sampled
     )
 }

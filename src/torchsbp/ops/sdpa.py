@@ -1,9 +1,10 @@
 """Softmax attention with its log-sum-exp, and its backward from any subset of query rows or key rows.
 
 Flash attention's backward takes (dO, Q, K, V, O, L) with L = logsumexp(Q Kᵀ · scale) and recomputes
-``P = exp(Q Kᵀ · scale − L)``, ``D = rowsum(dO ∘ O)``. Every row of Q stands for itself, so kept rows of (dO, Q, O, L)
-with all of K and V give rule "query"; with kept rows of K and V as well they give rule "qkv". The probabilities stay
-those of the full softmax, because L does. Shapes: Q ``[B, H, k, D]``, K and V ``[B, H, m, D]``, L ``[B, H, k]``.
+``P = exp(Q Kᵀ · scale − L)``, ``D = rowsum(dO ∘ O)``. A query takes part only through its own rows of (dO, Q, O, L), a
+key only through its own rows of (K, V). So kept rows of (dO, Q, O, L) with all of K and V give rule "query"; with kept
+rows of K and V as well they give rule "qkv". The probabilities stay those of the full softmax, because L does.
+Shapes: Q ``[B, H, k, D]``, K and V ``[B, H, m, D]``, L ``[B, H, k]``.
 """
 
 from collections.abc import Callable
@@ -22,14 +23,14 @@ Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], tup
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, fused: bool = True) -> tuple[Tensor, Tensor]:
-    """``O = softmax(Q Kᵀ · scale) V`` and L."""
+    """Return ``O = softmax(Q Kᵀ · scale) V`` and its log-sum-exp L."""
     return KERNELS[device_of(q).attention_kernel(q, fused)].forward(q, k, v, scale)
 
 
 def attend_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, fused: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dQ, dK, dV) from the given query and key rows."""
+    """Return (dQ, dK, dV), summed over the given query and key rows."""
     name = device_of(q).attention_kernel(q, fused)
     if compiling() and name != "plain":
         return torch.ops.torchsbp.attend_backward(do, q, k, v, o, lse, scale)
@@ -62,12 +63,12 @@ def _shapes(
 
 
 def rows_first(x: Tensor) -> Tensor:
-    """``[B, H, N, D]`` that lies in memory as ``[B, N, H, D]``: rows with their heads side by side."""
+    """Return ``x [B, H, N, D]`` with the memory layout ``[B, N, H, D]``: rows with their heads side by side."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def laid_out_as(x: Tensor, other: Tensor) -> Tensor:
-    """x without gaps, its dimensions in memory in the order of the other's."""
+    """Return x without gaps in memory, its dimensions in the same memory order as those of ``other``."""
     strides = other.stride()
     order = sorted(range(x.dim()), key=strides.__getitem__, reverse=True)
     back = sorted(range(x.dim()), key=order.__getitem__)
@@ -99,7 +100,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tenso
 def _flash_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    seed = torch.empty((2,), dtype=torch.uint64, device=q.device)  # of dropout, which there is none
+    seed = torch.empty((2,), dtype=torch.uint64, device=q.device)  # of dropout, which is not used
     unused = torch.empty((), dtype=torch.uint64, device=q.device)
     rows, keys = q.shape[-2], k.shape[-2]
     return aten._scaled_dot_product_flash_attention_backward(
@@ -115,9 +116,9 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tenso
 def _cudnn_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """PyTorch finds cuDNN's graphs by the strides of q, k and v alone. Those of o follow from q's in what its own
-    forward gives: others would be read wrongly by a graph that plain training has left (q is not in rows if it was
-    normalised)."""
+    """PyTorch caches cuDNN's graphs by the strides of q, k and v alone, since in its own forward the strides of o
+    follow from q's. With other strides, o would be misread by a graph that plain training has cached, so it is laid
+    out as q (which does not lie row by row if it was normalised)."""
     seed = torch.empty((), dtype=torch.int64, device=q.device)
     rows, keys, lse = q.shape[-2], k.shape[-2], lse.contiguous().unsqueeze(-1)
     return aten._scaled_dot_product_cudnn_attention_backward(

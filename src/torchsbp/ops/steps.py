@@ -1,9 +1,9 @@
-"""The memory-bound steps of a backward pass, each one pass over its rows.
+"""The memory-bound steps of a backward pass, between its matrix products: each is one pass over its rows.
 
-``Steps`` writes them plainly: that is their definition, and what runs on CPU and in float64. On a CUDA device
+``Steps`` writes them in plain PyTorch: that is their definition, and what runs on CPU and in float64. On a CUDA device
 ``kernel_steps.KernelSteps`` stands in for them. Matrices are ``[rows, channels]``; ``rows`` are the kept rows (None:
-all, in order), ``dtype`` is the precision of matrix products. A step that leaves a sum over its rows, the gradient of a
-bias or a norm, takes its name: ``total``.
+all, in order); ``dtype`` is the precision of matrix products. Some steps also sum over their rows, for the gradient of
+a bias or a norm: ``total`` is the name under which ``totals()`` returns that sum.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from .layers import Grad, Norm, Normed, cast, norm_again, norm_backward
 
 
 class Affine(NamedTuple):
-    """A normalisation layer: its parameters and what is static about it."""
+    """A normalisation layer: its parameters and its static part."""
 
     weight: Grad
     bias: Grad
@@ -26,14 +26,15 @@ class Affine(NamedTuple):
 
 
 class Cotangent(NamedTuple):
-    """Of a branch's last layer ``γ ∘ (x Wᵀ + b)``, on kept rows: as it is, and times γ."""
+    """The cotangent of a branch's last layer ``y = γ ∘ z``, ``z = x Wᵀ + b``, on kept rows: dy, and ``dz = γ ∘ dy``."""
 
     dy: Tensor
     dz: Tensor
 
 
 class PostNormGradients(NamedTuple):
-    """Of a norm behind a branch, and Σ of its input's, the gradient of the last layer's bias."""
+    """Gradients of the weight and bias of a norm behind a branch. ``total`` is its input's gradient summed over rows:
+    the gradient of the last layer's bias."""
 
     weight: Grad = None
     bias: Grad = None
@@ -41,7 +42,7 @@ class PostNormGradients(NamedTuple):
 
 
 def before_norm(dy: Cotangent, z: Tensor, norm: Affine) -> tuple[Cotangent, PostNormGradients]:
-    """The cotangent of a branch's last layer, whose output is z, from that of a norm behind it."""
+    """Backpropagate through a norm behind a branch to the branch's last layer, whose output is z."""
     n = norm_again(z, *norm, None)
     dz, dw, db = norm_backward(dy.dy, n, *norm, norm.weight is not None, norm.bias is not None)
     half = cast(dz, dy.dy.dtype)
@@ -49,23 +50,23 @@ def before_norm(dy: Cotangent, z: Tensor, norm: Affine) -> tuple[Cotangent, Post
 
 
 class Steps:
-    """The steps of one backward pass over rows like x's, whose totals have so many ``columns`` together."""
+    """The steps of one backward pass over rows like those of x; all its totals together have ``columns`` columns."""
 
     def __init__(self, x: Tensor, columns: int) -> None:
         self._totals: dict[str, Tensor] = {}
 
     def parts(self, count: int) -> list[Any]:
-        """Steps for as many parts of the rows, each of which is to leave the same totals."""
+        """Return steps for each of ``count`` parts of the rows. Every part must leave the same totals."""
         return [Steps(torch.empty(0), 0) for _ in range(count)]
 
     def join(self, parts: Sequence[Any]) -> None:
-        """The totals of all parts together."""
+        """Add up the totals of all parts."""
         for name in parts[0]._totals:
             self._totals[name] = sum(part._totals[name] for part in parts)
 
     def totals(self) -> dict[str, Tensor]:
-        """The sums over rows that the steps have left, by name. A norm's are ``<name>_weight`` and ``<name>_bias``; one
-        of kind "none" has none."""
+        """Return the sums over rows that the steps have left, by name. A norm leaves ``<name>_weight`` and
+        ``<name>_bias``, or nothing if its kind is "none"."""
         return self._totals
 
     def cotangent(
@@ -80,7 +81,8 @@ class Steps:
         total: str,
         weight: R.Weight = None,
     ) -> Cotangent:
-        """Kept rows of dy times their weight and the factor of their sample. Total: Σ of them."""
+        """Return ``dy[rows]`` times row weights and the factor of their sample, and that times γ (``scale``). Total: Σ
+        over rows without γ."""
         return self._cotangent(R.weighted(R.take(dy, rows), weight, samples), factor, scale, dtype, total)
 
     def _cotangent(self, kept: Tensor, factor: Grad, scale: Grad, dtype: torch.dtype, total: str) -> Cotangent:
@@ -104,8 +106,9 @@ class Steps:
         kept: R.Rows = None,
         inverse: Grad = None,
     ) -> Normed:
-        """The norm of ``x[rows] + factor · scale ∘ branch``, with what its backward needs; computed after ``after``.
-        ``y_kept`` are its rows ``kept``, whose ``inverse`` may be at hand."""
+        """Normalise ``x[rows] + factor · scale ∘ branch`` and return the result with what its backward needs. It is
+        made to depend on the cotangent ``after`` (``rows.after``). ``y_kept`` has the rows ``kept`` of the result,
+        whose ``inverse`` may be given."""
         x = R.take(R.after(after, x), rows)
         if branch is None:
             n = norm_again(x, *norm, dtype)
@@ -116,14 +119,15 @@ class Steps:
         return n._replace(x=wide.to(x.dtype), y_kept=R.take(n.y, kept))
 
     def activation(self, h: Tensor, dg: Tensor, name: str, overwrite: bool, *, total: str) -> tuple[Tensor, Tensor]:
-        """For ``g = act(h)``: g and dh. dg may be overwritten, and h too if that is said. Total: Σ dh."""
+        """Return ``g = act(h)`` and dh. dg may be overwritten; h too, if ``overwrite``. Total: Σ dh."""
         act = activation_named(name)
         g, dh = act.forward(h), act.backward(dg, h)
         self._totals[total] = dh.sum(0)
         return g, dh
 
     def stack(self, *parts: Tensor, apart: Grad = None, total: str) -> Tensor:
-        """The columns of several matrices side by side. Total: Σ of them, behind that of one that stays ``apart``."""
+        """Put the columns of several matrices side by side. Total: Σ over their rows, preceded by Σ over the rows of
+        ``apart``, a matrix that is not stacked."""
         stacked = torch.cat(parts, 1)
         found = stacked.sum(0)
         self._totals[total] = found if apart is None else torch.cat([apart.sum(0), found])
@@ -145,10 +149,11 @@ class Steps:
         total: str,
         weight: R.Weight = None,
     ) -> tuple[Tensor, Cotangent]:
-        """Gradient between two branches, ``dy[rows]`` + the norm's; and as the cotangent of the branch below.
+        """Return the gradient of the rows between two branches, ``dy[rows]`` + the norm's, and the cotangent of the
+        branch below.
 
-        There ``dy[rows]`` has its weight, which the norm's gradient brings along from the branch above. Totals:
-        gradients of the norm's weight and bias, Σ of the cotangent.
+        In the cotangent, ``dy[rows]`` is multiplied by the row weight; the norm's gradient contains it already, from
+        the branch above. Totals: gradients of the norm's weight and bias, Σ of the cotangent without γ.
         """
         kept, dx = R.take(dy, rows), self._norm_backward(dn, n, norm, norm_total)
         middle = kept + dx
@@ -172,12 +177,12 @@ class Steps:
         norm_total: str,
         overwrite: bool = False,
     ) -> Tensor:
-        """Gradient of an op's input, in ``dtype``: the norm's and the residual path's, on all ``size`` rows.
+        """Return the gradient of an op's input on all ``size`` rows, in ``dtype``: the norm's plus the residual path's.
 
-        ``dn`` and ``n`` have the kept rows alone; or, if ``dn_kept`` is given, which is added to dn at the kept rows,
-        all rows. The residual path brings ``kept`` at kept rows, or ``base`` if that is None; ``base`` elsewhere,
-        unless gated. ``inverse`` is that of ``rows`` if it is at hand. dn may be overwritten if that is said. Totals:
-        the norm's weight and bias.
+        ``dn`` and ``n`` hold the kept rows only; or, if ``dn_kept`` is given, all rows, and ``dn_kept`` is added to dn
+        at the kept ones. The residual path contributes ``kept`` at kept rows (``base`` if that is None) and
+        ``base`` at the others, or nothing there if ``gated``. ``inverse`` is that of ``rows`` if it is at hand. dn may
+        be overwritten if ``overwrite``. Totals: gradients of the norm's weight and bias.
         """
         if rows is None:
             residual = base if kept is None else kept

@@ -1,4 +1,4 @@
-"""Attention in windows for kept rows: rows to windows and back, and what is added to their scores."""
+"""Attention in windows for blocks that run again on kept rows: rows to windows and back, what is added to scores."""
 
 import math
 from typing import NamedTuple
@@ -9,14 +9,14 @@ from .window_attention import MASKED, Cut
 
 
 class Windows(NamedTuple):
-    """Where the rows of a layer are in its windows: nW of them, each with k kept slots.
+    """Where the n rows of a layer are in its nW windows, of area slots each, of which k are kept.
 
     - ``grid``, ``window``: their sizes.
     - ``slot_of_row``: window · area + slot of every row, ``[n]``.
-    - ``slots``: the kept ones of each window, ``[B, nW, k]``, or ``[1, nW, k]`` where samples share them.
-    - ``filled``: which of the nW · k kept slots are rows, ``[kept]``; the rest is padding. None: all.
-    - ``regions``: numbers ``[nW, area]``; rows of unequal ones do not see each other. None: all do.
-    - ``cut``: the same for blocks that are known part by part.
+    - ``slots``: the kept slots of each window, ``[B, nW, k]``, or ``[1, nW, k]`` where samples share them.
+    - ``filled``: which of the nW · k kept slots hold rows, ``[kept]``; the rest is padding. None: all do.
+    - ``regions``: numbers ``[nW, area]``; rows with unequal numbers do not see each other. None: all do.
+    - ``cut``: the same as a ``Cut``, for blocks that are known part by part.
     """
 
     grid: tuple[int, ...]
@@ -29,19 +29,19 @@ class Windows(NamedTuple):
 
 
 def cut(x: Tensor, w: Windows) -> Tensor:
-    """All rows ``[B, n, C]`` as windows ``[B · nW, area, C]``; padding is zero."""
+    """Cut all rows ``[B, n, C]`` into windows ``[B · nW, area, C]``; padding is zero."""
     area = math.prod(w.window)
     return _spread(x, w.slot_of_row, w.slots.shape[1] * area).view(-1, area, x.shape[-1])
 
 
 def cut_kept(x: Tensor, w: Windows) -> Tensor:
-    """Kept rows ``[B, kept, C]`` by window, ``[B · nW, k, C]``."""
+    """Cut kept rows ``[B, kept, C]`` into windows ``[B · nW, k, C]``."""
     _, count, k = w.slots.shape
     return (x if w.filled is None else _spread(x, w.filled, count * k)).reshape(-1, k, x.shape[-1])
 
 
 def join_kept(x: Tensor, w: Windows) -> Tensor:
-    """The inverse of ``cut_kept``."""
+    """Undo ``cut_kept``."""
     _, count, k = w.slots.shape
     x = x.reshape(-1, count * k, x.shape[-1])
     return x if w.filled is None else x.index_select(1, w.filled)
@@ -52,7 +52,7 @@ def _spread(x: Tensor, index: Tensor, size: int) -> Tensor:
 
 
 def kept_scores(bias: Tensor, w: Windows, batch: int) -> Tensor:
-    """What is added to the scores of kept queries, ``[B · nW, heads, k, area]``: their rows of the bias
+    """Return what is added to the scores of kept queries, ``[B · nW, heads, k, area]``: their rows of the bias
     ``[(1,) heads, area, area]``, and the mask across regions."""
     samples, count, k = w.slots.shape
     bias = bias.flatten(0, -3)

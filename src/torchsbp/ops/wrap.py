@@ -1,4 +1,4 @@
-"""Algorithm 1 for any position-wise function: gradients at kept positions, a forward without them at the rest."""
+"""Algorithm 1 for any position-wise function: a forward with gradients at kept positions, without them at the rest."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,11 +18,11 @@ _KNOWN: WeakKeyDictionary[Function, set[torch.Size]] = WeakKeyDictionary()
 def sbp(fn: Function, x: Tensor, keep: Tensor, dim: int = 1, *, recompute: bool = False, check: bool = False) -> Tensor:
     """``gate(fn(x))`` for a function that treats the positions along ``dim`` independently.
 
-    ``keep`` holds the kept positions, ``[k]``, each once. The forward is computed once, in two parts: kept positions
-    with gradients, the rest without, as in the paper. ``recompute=True`` saves only the kept part of x.
+    ``keep`` holds the kept positions, ``[k]``, each once. Every position runs once, in one of two calls of fn, as in
+    the paper: the kept ones with gradients, the rest without. ``recompute=True`` saves only the kept part of x.
 
-    Positions that are repeated or out of range are refused: on a GPU, whose values are waited for, in the first call
-    with these sizes only, or in every one with ``check=True``.
+    Positions that are repeated or out of range are refused. On a GPU, where this waits for their values, they are
+    looked at in the first call with these sizes only, or in every call with ``check=True``.
     """
     dim = check_arguments(fn, x, keep, dim)
     if check or looks(keep, (x.shape[dim], keep.shape[0], keep.device), _LOOKED):
@@ -43,7 +43,7 @@ def sbp(fn: Function, x: Tensor, keep: Tensor, dim: int = 1, *, recompute: bool 
 
 
 def check_arguments(fn: object, x: object, keep: Any, dim: object) -> int:
-    """The dimension, counted from the first; an error if an argument is not what it must be."""
+    """Return ``dim`` counted from the front; raise an error if an argument is not what it must be."""
     if not callable(fn):
         raise UsageTypeError(f"fn={shown(fn)} can't be called; allowed: a function or module of a tensor")
     expect("x", x, Tensor, "a tensor with positions along a dimension")
@@ -71,7 +71,7 @@ def check_arguments(fn: object, x: object, keep: Any, dim: object) -> int:
 
 
 def looks(values: Tensor, key: tuple[object, ...], looked: set[tuple[object, ...]]) -> bool:
-    """Whether to look at values: where they are at hand always, where that waits for a device once per key."""
+    """Whether to look at values: on the CPU always, on a device, which has to be waited for, once per key."""
     if torch.compiler.is_compiling() or type(values) is not Tensor or values.is_meta:
         return False
     if values.is_cpu:
@@ -83,7 +83,7 @@ def looks(values: Tensor, key: tuple[object, ...], looked: set[tuple[object, ...
 
 
 def check_positions(keep: Tensor, n: int) -> None:
-    """An error if a position is repeated or is none of ``range(n)``."""
+    """Raise an error if a position is repeated or not in ``range(n)``."""
     found, counts = keep.unique(return_counts=True)
     beyond = found[(found < 0) | (found >= n)].tolist()
     if beyond:
@@ -94,7 +94,7 @@ def check_positions(keep: Tensor, n: int) -> None:
 
 
 def with_positions(y: Tensor, x: Tensor, dim: int, n: int) -> Tensor:
-    """y, or an error if it has not n positions along ``dim``."""
+    """Return y, or raise an error if it does not have n positions along ``dim``."""
     expect("fn(x)", y, Tensor, "a tensor")
     if y.dim() <= dim or y.shape[dim] != n:
         raise UsageError(
@@ -105,7 +105,7 @@ def with_positions(y: Tensor, x: Tensor, dim: int, n: int) -> Tensor:
 
 
 def check_with_one(fn: Function, x: Tensor, dim: int) -> None:
-    """An error if fn does not make one position of one: looked at once per function and shape."""
+    """Raise an error if fn does not turn one position into one; checked once per function and shape."""
     if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     try:
@@ -119,7 +119,8 @@ def check_with_one(fn: Function, x: Tensor, dim: int) -> None:
 
 
 def refuse_batch_norm(fn: object, parts: str) -> None:
-    """Batch statistics of kept and dropped parts differ, so the split would change the forward pass."""
+    """Raise an error for batch norms in training mode: kept and dropped parts differ in their statistics, so the split
+    would change the forward pass."""
     if not isinstance(fn, nn.Module):
         return
     kind = nn.modules.batchnorm._BatchNorm
@@ -136,12 +137,12 @@ def refuse_batch_norm(fn: object, parts: str) -> None:
 
 
 def complement(keep: Tensor, n: int) -> Tensor:
-    """The positions of ``range(n)`` that are not in ``keep``, ascending, in a shape that does not depend on values."""
+    """Return the positions of ``range(n)`` that are not in ``keep``, ascending; the shape does not depend on values."""
     taken = torch.zeros(n, dtype=torch.int8, device=keep.device).index_fill(0, keep.long(), 1)
     return taken.argsort(stable=True)[: n - keep.shape[0]]
 
 
 def merge(a: Tensor, index_a: Tensor, b: Tensor, index_b: Tensor, dim: int) -> Tensor:
-    """Both parts in their places along ``dim``."""
+    """Put both parts in their places along ``dim``."""
     order = torch.cat([index_a, index_b]).argsort()
     return torch.cat([a, b], dim).index_select(dim, order)
