@@ -63,7 +63,7 @@ def drawings(rows: list[Row]) -> dict[str, list[Drawing]]:
 
 
 CHANCE = 0.6
-"""Points by which runs of one seed differ by chance: twice the standard deviation of differences in the contest (0.31)."""
+"""Points by which runs of one seed differ by chance: twice the contest's standard deviation of differences (0.31)."""
 
 
 def findings(rows: list[Row]) -> list[Finding]:
