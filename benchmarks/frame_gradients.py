@@ -38,7 +38,7 @@ def batches(task: OnlineAction, count: int, size: int) -> list[Batch]:
 
 
 def gradients(model: OnlineDetector, batch: Batch, number: int) -> tuple[Tensor, Tensor]:
-    """Gradients of features ``[B, T, D]`` and of the encoder's weights, as one vector. All arms have the same dropout."""
+    """Gradients of features ``[B, T, D]``, and of the encoder's weights as one vector. Arms have the same dropout."""
     frames, (empty, targets) = batch
     torch.manual_seed(number)
     model.set_step(number)

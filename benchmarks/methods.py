@@ -20,7 +20,7 @@ from torchsbp.sampling.keys import draw_key
 class Method:
     """``prepare`` changes the model in place; ``build`` are options of its constructor; ``around`` wraps every forward.
 
-    ``eager`` and ``compiled`` say in which modes the method works, ``only`` what the model's name must contain.
+    ``eager`` and ``compiled`` say in which modes the method has an effect, ``only`` what the model's name must contain.
     """
 
     prepare: Callable[[nn.Module], Any] = lambda model: model

@@ -92,7 +92,7 @@ def masks(model: nn.Module, images: Tensor, count: int) -> dict[int, Tensor]:
     for step in range(1, 100):
         torchsbp.set_step(model, step - 1)
         model(images)
-        kept = next(iter(torchsbp.kept(model).values()))  # one mask for all sampled blocks
+        kept = next(iter(torchsbp.kept(model).values()))  # that of the first sampled block
         if last is None or not torch.equal(kept, last):
             found[step] = last = kept
         if len(found) == count:

@@ -12,7 +12,9 @@ Tuned = tuple[float, float]
 
 @dataclass(frozen=True)
 class Plan:
-    """- ``arms``: if empty, those of the study. ``epochs``: by model, for all others under "" (default 40).
+    """Which runs a study makes.
+
+    - ``arms``: if empty, those of the study. ``epochs``: by model, for all others under "" (default 40).
     - ``lr`` and ``drop_path``: every combination runs. ``tuned``: the best setting of (model, arm) so far. ``lr``
       multiplies its rate, and an empty ``drop_path`` stands for its stochastic depth.
     """
