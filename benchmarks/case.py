@@ -1,4 +1,4 @@
-"""One case: a model prepared for training by a method, its steps timed and its memory read."""
+"""One case: a model prepared for training by a method, whose steps are timed and whose memory is read."""
 
 import gc
 import statistics
@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """What to measure and how, by names in the registries: a child process builds it from this."""
+    """What to measure and how, by names in the registries, from which a child process builds the case."""
 
     model: str
     method: str
@@ -47,7 +47,7 @@ class Setting:
 
 
 class Stopwatch:
-    """Marks in time, by device events on CUDA; read when all work is done, so that nothing waits in between."""
+    """Marks in time. On CUDA they are device events, read when all work is done, so that nothing waits in between."""
 
     def __init__(self, device: str) -> None:
         self.cuda = device == "cuda"
@@ -86,7 +86,7 @@ class Case:
         return self.setting.device == "cuda"
 
     def feed(self, batch: int) -> None:
-        """Random images and labels; those of another batch are freed first."""
+        """Make random images and labels, after the previous ones are freed."""
         self.batch, self.images = batch, torch.empty(0)
         with torch.device(self.setting.device):
             shape = self.spec.shape(self.size, **self.setting.build)
@@ -99,7 +99,7 @@ class Case:
             return F.cross_entropy(self.call(self.images).float(), self.labels)
 
     def step(self, watch: Stopwatch) -> None:
-        """One training step: four marks."""
+        """One training step, with four marks."""
         watch.mark()
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.forward()
@@ -119,15 +119,15 @@ class Case:
 
 
 def release() -> None:
-    """Give memory that is not used back to the device."""
+    """Give unused memory back to the device."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 class Flops(TorchDispatchMode):
-    """Counts as PyTorch's FlopCounterMode does, without its hooks on modules: they forbid ``autograd.grad`` inside of a
-    backward pass, by which blocks are run again."""
+    """Counts as PyTorch's FlopCounterMode does, but without hooks on modules: these forbid ``autograd.grad`` inside a
+    backward pass, which is how blocks are run again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Flops(TorchDispatchMode):
 
 
 def count_flops(setting: Setting, batch: int) -> int:
-    """Multiply-adds (times two) of forward and backward, recomputation included: of two images, scaled to the batch."""
+    """Multiply-adds (times two) of forward and backward, with recomputation; counted on two images and scaled."""
     case = Case(replace(setting, mode="eager", batch=2))
     with Flops() as counter:
         case.forward().backward()
@@ -151,8 +151,8 @@ def count_flops(setting: Setting, batch: int) -> int:
 def measure(case: Case) -> Row:
     """Time of a step and its parts (medians), and on CUDA its memory.
 
-    A CUDA graph holds its memory from the first step on, and the allocator does not count it as allocated: there the
-    peak is what is reserved.
+    A CUDA graph holds its memory from the first step on, and the allocator does not count it as allocated. So with
+    graphs the peak is what is reserved.
     """
     case.steps(case.setting.warmup)
     release()
@@ -179,8 +179,10 @@ def measure(case: Case) -> Row:
 
 
 def measured(setting: Setting) -> Iterator[Row]:
-    """Work for a child process: nothing when the case is compiled and warm, then its row. How long compiling took is
-    told too, beside the others of its group: to be compared with theirs."""
+    """Work for a child process: yield an empty row when the case is compiled and warm, then a row per round.
+
+    "build s" is how long compiling took beside the other cases of the group: compare it only with theirs.
+    """
     row = setting.names
     if METHODS[setting.method].eager:
         row["flops"] = count_flops(setting, setting.batch or MODELS[setting.model].batch)
@@ -203,8 +205,8 @@ def measured(setting: Setting) -> Iterator[Row]:
 
 
 def profile(case: Case) -> str:
-    """The kernels (operators on CPU) of one step: their time, their number, and those that take the most. On CUDA also
-    what the CPU does: launches, and the time until each part of a step has been launched."""
+    """Describe the kernels (operators on CPU) of one step: their time, their number, and which take most. On CUDA also
+    say what the CPU does: the number of launches, and how long it takes to launch each part of a step."""
     kind = case.setting.device.upper()
     activities = {getattr(torch.profiler.ProfilerActivity, name) for name in ("CPU", kind)}
     with torch.profiler.profile(activities=activities) as profiler:
@@ -224,7 +226,7 @@ def profile(case: Case) -> str:
 
 
 def launched(case: Case) -> dict[str, float]:
-    """Milliseconds that the CPU takes to launch the parts of a step (medians): the GPU is idle when a step begins."""
+    """Milliseconds that the CPU takes to launch each part of a step (medians). Every step begins with an idle GPU."""
     watches = []
     for _ in range(case.setting.steps):
         torch.cuda.synchronize()

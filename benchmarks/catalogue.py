@@ -1,12 +1,12 @@
 """Every model of timm and torchvision: is it patched, and is what is patched right?
 
-    python benchmarks/catalogue.py --jobs 2          # what has no result yet; then the table in docs/adapters.md
+    python benchmarks/catalogue.py --jobs 2          # models without a result; then the table in docs/adapters.md
     python benchmarks/catalogue.py --only "vit_*,torchvision/swin*" --again
     python benchmarks/catalogue.py --only "resnet18,test_*" --out some.jsonl
 
-Each model is patched as its library builds it, on the meta device. Then a narrow version of it with a few blocks
-makes a training step on small images in float64, which ``torchsbp.check`` compares with its gated twin. Every model has
-a process of its own, with limits of time and memory. Rows are appended to the file as they come.
+Each model is patched as its library builds it, on the meta device. Then a narrow version with a few blocks makes a
+training step on small images in float64, which ``torchsbp.check`` compares with its gated twin. Every model has a
+process of its own, with limits of time and memory. Rows are appended to the file as they come.
 """
 
 import argparse
@@ -40,7 +40,7 @@ FORKED = get_context("forkserver")  # libraries are imported once
 VIDEO = torchvision.models.list_models(module=torchvision.models.video)
 BLOCKS = 3  # of a stage, at most
 DEPTHS = (2, 2, BLOCKS, 2)
-SMALLER = (  # as constructors call it; the first that a model takes
+SMALLER = (  # names of options as constructors have them; a model gets the first line that it takes
     {"depth": BLOCKS, "embed_dim": 128, "num_heads": 2},
     {"num_blocks": BLOCKS, "embed_dim": 128},
     {"depths": DEPTHS, "dims": (16, 24, 32, 48)},
@@ -53,19 +53,19 @@ SMALLER = (  # as constructors call it; the first that a model takes
 
 
 def names() -> list[str]:
-    """Of timm, and of torchvision's classification and video models."""
+    """All models of timm, and torchvision's classification and video models."""
     image = torchvision.models.list_models(module=torchvision.models)
     return [f"timm/{name}" for name in timm.list_models()] + [f"torchvision/{name}" for name in (*image, *VIDEO)]
 
 
 def limit_memory(gib: float) -> None:
-    """So much more than the process has already (Linux)."""
+    """Allow the process so much more memory than it has already (Linux)."""
     has = int(re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
     resource.setrlimit(resource.RLIMIT_DATA, (has + int(gib * 2**30), resource.RLIM_INFINITY))
 
 
 def trial(name: str, gib: float) -> Iterator[Row]:
-    """What becomes of the model, then what a step of its small version gives."""
+    """Yield whether the model can be patched, then the outcome of a step of its small version."""
     limit_memory(gib)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -77,7 +77,7 @@ def trial(name: str, gib: float) -> Iterator[Row]:
         yield {"result": "refused", "why": reason(about, str(error))}
         return
     yield {"result": "not run"}
-    torch.Tensor.float = torch.Tensor.double  # a library that leaves half precision by itself goes to ours
+    torch.Tensor.float = torch.Tensor.double  # a library that casts to float32 by itself gets float64
     library, _, short = name.partition("/")
     options, shape = small(library, short, model)
     if not shape:
@@ -86,7 +86,7 @@ def trial(name: str, gib: float) -> Iterator[Row]:
     torch.manual_seed(0)
     model = shortened(maker(library)(short, **options)).double().train()
     with torch.no_grad():
-        for p in model.parameters():  # nothing at its initial zero or 1e-6, where errors would hide
+        for p in model.parameters():  # initial values of zero or 1e-6 would hide errors
             p.add_(torch.randn_like(p) * 0.1)
     found = torchsbp.check(torchsbp.apply(model, keep_ratio=0.5), torch.randn(shape))
     wrong = {} if found.passed else {"why": f"{found.worst} differs"}
@@ -95,7 +95,7 @@ def trial(name: str, gib: float) -> Iterator[Row]:
 
 
 def reason(about: dict[str, Any], message: str) -> str:
-    """Why a model is refused, in few words; the message to the user must name its classes."""
+    """Why a model is refused, in few words. Asserts that the message to the user names the model's classes."""
     if not about["backbones"]:
         unnamed = [name for name in (about["model"], *about["block classes"]) if name not in message]
         assert not unnamed, f"the refusal does not name {unnamed}"
@@ -107,7 +107,7 @@ def reason(about: dict[str, Any], message: str) -> str:
 
 
 def small(library: str, name: str, model: nn.Module) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """Options that make a model small, and the shape of its images: the first that work on meta, () if none does."""
+    """Options that make a model small, and the shape of its images: the first that work on meta, else {} and ()."""
     named = find_model(f"{library}/{name}")
     stride = max((info["reduction"] for info in getattr(model, "feature_info", ())), default=32)
     sizes = [(4 * stride, 6 * stride), (4 * stride, 4 * stride), (7 * stride, 7 * stride), (named.size, named.size)]
@@ -119,13 +119,13 @@ def small(library: str, name: str, model: nn.Module) -> tuple[dict[str, Any], tu
             with torch.device("meta"), torch.no_grad():
                 maker(library)(name, **options).double().train()(torch.empty(shape, dtype=torch.float64))
             return options, shape
-        except Exception:  # whatever a library says to an option or a size that it does not take
+        except Exception:  # libraries raise all kinds of errors for an option or a size that they do not take
             continue
     return {}, ()
 
 
 def shortened(model: nn.Module) -> nn.Module:
-    """With the first blocks of every chain alone, of those that can be sampled: others may change the width."""
+    """Remove all but the first BLOCKS sampled blocks of every stage. Others stay, as they may change the width."""
     for _, module, adapter, layout in find_backbones(model):
         for stage in layout.stages_of(module):
             sampled = [block for block in stage.blocks if adapter.sampled(module.get_submodule(block))]
@@ -138,7 +138,7 @@ def shortened(model: nn.Module) -> nn.Module:
 
 
 def alone(name: str, seconds: float, gib: float) -> Row:
-    """The row of a model, from a process of its own."""
+    """The row of a model, made in a process of its own."""
     child = children.Child(partial(trial, gib=gib), name, seconds, FORKED)
     row = {"name": name, "result": "error"} | (child.listen() or {})
     for more in () if "error" in row else child.measure():
@@ -157,7 +157,7 @@ def environment() -> Row:
 
 
 def run(todo: Sequence[str], args: argparse.Namespace) -> None:
-    """The rows of these models, appended to the file as they come."""
+    """Append the rows of these models to the file as they come."""
     os.environ["OMP_NUM_THREADS"] = "1"
     FORKED.set_forkserver_preload(["timm", "torchvision", "children", "torchsbp.cli.models"])
     now = environment()

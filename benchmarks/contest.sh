@@ -2,15 +2,15 @@
 # The contest on one GPU: contest.sh "CALL CALL…" DATA.npz OUT [SECONDS]
 # docs/study/running.md says which calls there are and what they decide, docs/study/contest.md what is missing. They run
 # one after the other until SECONDS are over. Started again with the same OUT they go on: finished runs are not repeated,
-# stopped ones continue from OUT/states if the folder is still there. Calls of one OUT have the same recipe.
-# BEFORE: a .tgz of an earlier machine's results, unpacked if OUT has none. PACK: where results are put as one .tgz.
+# stopped ones continue from OUT/states if the folder is still there. All calls with one OUT must have the same recipe.
+# BEFORE: a .tgz of an earlier machine's results, unpacked if OUT has none. PACK: a .tgz to write all results to.
 set -e
 calls=$1 data=$2 out=$3 end=$((SECONDS + ${4:-540})) jobs=${JOBS:-12}
 export PYTHONPATH="$(cd "$(dirname "$0")/.." && pwd)/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 TORCHINDUCTOR_CACHE_DIR=${TMPDIR:-/tmp}/inductor
 export CUDA_MPS_PIPE_DIRECTORY=${TMPDIR:-/tmp}/mps CUDA_MPS_LOG_DIRECTORY=${TMPDIR:-/tmp}/mps
 mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$out"
-# Processes that were ended in the middle of their work may leave a server that is of no use: every call has its own.
+# Processes that were killed may leave an MPS server that does not work any more, so every call starts its own.
 echo quit -t 5 | timeout 20 nvidia-cuda-mps-control >/dev/null 2>&1 || true
 nvidia-cuda-mps-control -d 2>/dev/null || true
 if [ -f "$BEFORE" ] && ! ls "$out"/*.jsonl >/dev/null 2>&1; then tar xzf "$BEFORE" -C "$out"; fi

@@ -1,4 +1,4 @@
-"""The results of catalogue.py as a table: docs/adapters.md has it at its marked place."""
+"""The results of catalogue.py as a table, at its marked place in docs/adapters.md."""
 
 import json
 import re
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 
 def matches(name: str, patterns: str) -> bool:
-    """A name, with its library or without, fits one of the patterns."""
+    """Whether a name, with or without its library, fits one of the patterns."""
     return any(fnmatch(text, pattern) for text in (name, short(name)) for pattern in patterns.split(","))
 
 
@@ -40,7 +40,7 @@ def short(name: str) -> str:
 
 
 def read(path: Path) -> tuple[list[Row], dict[str, Row]]:
-    """The rows of a file, of a name the last one, and the environments in which these were made."""
+    """(environments, rows): the last row of every name in a file, and the environments in which these were made."""
     made: dict[str, tuple[int, Row]] = {}
     environments: list[Row] = []
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -64,12 +64,12 @@ def write_page() -> None:
 
 
 def section() -> str:
-    """The marked place of the page, marks included."""
+    """The text of the marked place of the page, marks included."""
     return f"<!-- coverage: made by benchmarks/catalogue.py -->\n{markdown(*read(RESULTS))}\n<!-- /coverage -->"
 
 
 def markdown(environments: list[Row], rows: dict[str, Row]) -> str:
-    """The table by family, when and with what it was made, and what is not covered."""
+    """The table by family, when and with which versions it was made, and what is not covered."""
     groups = by_family(rows)
     named = {title: its for title, its in groups.items() if not title.endswith(OTHER)}
     others = [row for title, its in groups.items() if title.endswith(OTHER) for row in its]
@@ -119,7 +119,7 @@ def made_with(environment: Row) -> str:
 
 
 def missing(groups: dict[str, list[Row]]) -> list[str]:
-    """A line for each reason, with the names that it holds for."""
+    """A line for each reason, with the names that it applies to."""
     names: dict[str, list[str]] = {}
     for row in (row for its in groups.values() for row in its if row["result"] != "passed"):
         names.setdefault(f"{row['result']}: {row['why']}", []).append(short(row["name"]))

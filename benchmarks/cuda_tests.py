@@ -1,8 +1,8 @@
-"""The tests that need a GPU, in several processes beside each other.
+"""Run the tests that need a GPU, in several processes at once.
 
     python benchmarks/cuda_tests.py --jobs 16 --limit 240 --out cuda_tests.json
 
-Told is what passed, failed and was not done in time.
+Prints how many passed, failed or were not done in time.
 """
 
 import argparse
@@ -23,14 +23,14 @@ PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addop
 
 
 def collected(where: Sequence[str], marked: str) -> list[str]:
-    """The names of such tests; those that compile first, as they take longest."""
+    """The names of tests with that mark. Those that compile come first, as they take longest."""
     call = [*PYTEST, "--collect-only", "-q", "-m", marked, *where]
     lines = subprocess.run(call, capture_output=True, text=True).stdout.splitlines()
     return sorted((line for line in lines if "::" in line), key=lambda name: "compiled" not in name)
 
 
 def run(names: Sequence[str], jobs: int, limit: float) -> tuple[dict[str, str], str]:
-    """What became of every test, and what the processes said of those that failed."""
+    """The outcome of every test, and the output of the processes in which tests failed."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
     end = time.monotonic() + limit
     processes = [

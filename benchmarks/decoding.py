@@ -1,12 +1,12 @@
-"""Reading of clips from video files: clips a second on one core, whether decoders agree, whether memory grows.
+"""Reading clips from video files: clips per second on one core, whether decoders agree, whether memory grows.
 
     python benchmarks/decoding.py --out benchmarks/results/decoding.json
     python benchmarks/decoding.py --files 2 --clips 20 --views 1
 
-Files are written first: H.264 in MP4, 340 × 256, 25 frames a second, as long as those of Kinetics. A clip is 32 frames
-of every second, from anywhere; "ready" is with the crop to 224² that training makes. Time is that of the process, so
-other processes do not count. torchcodec needs an FFmpeg: where it does not decode, PyAV is measured alone. How the
-reading of a training run compares with its steps is said by ``torchsbp train RECIPE --throughput 20``.
+Files are written first: H.264 in MP4, 340 × 256, 25 frames a second, as long as those of Kinetics. A clip has 32
+frames, every second one from a random place; "ready" includes the crop to 224² of training. Times are CPU times of this
+process, so other processes do not count. torchcodec needs an FFmpeg: where it does not decode, PyAV is measured alone.
+``torchsbp train RECIPE --throughput 20`` says how the reading of a training run compares with its steps.
 """
 
 import argparse
@@ -33,7 +33,7 @@ VIEW = TrainView(Augment(), 224)
 
 
 def write(path: Path, seed: int) -> None:
-    """A picture of smooth noise that moves, with some grain, about as hard to code as a real one."""
+    """Write a video of moving smooth noise with some grain, about as hard to encode as a real one."""
     draw = np.random.default_rng(seed)
     coarse = torch.from_numpy(draw.uniform(0, 255, (1, 3, 24, 32)))
     scene = torch.nn.functional.interpolate(coarse, (2 * HEIGHT, 2 * WIDTH), mode="bicubic")[0].permute(1, 2, 0).numpy()
@@ -55,7 +55,7 @@ def clip(path: Path, decoder: str, number: int) -> torch.Tensor:
 
 
 def resident() -> float:
-    """MiB that the process holds."""
+    """MiB of memory that the process holds."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 2**20
 
@@ -77,7 +77,7 @@ def measured(paths: Sequence[Path], decoder: str, clips: int, views: int) -> dic
         return VIEW(read(number), Target(torch.zeros(1)))
 
     row = {"decoder": decoder, "read clips/s": per_second(read, views), "ready clips/s": per_second(ready, views)}
-    for number in range(clips // 10):  # what libraries keep for later is there by now
+    for number in range(clips // 10):  # fills the caches of libraries
         read(number)
     before = resident()
     for number in range(clips):

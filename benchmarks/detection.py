@@ -1,15 +1,16 @@
 """Memory and speed of detectors at 800 × 1333 pixels: Mask R-CNN with ConvNeXt-T, Cascade Mask R-CNN with ConvNeXt-B.
 
     python benchmarks/detection.py --out benchmarks/results/detection.json            # on a GPU: the docs' tables
-    python benchmarks/detection.py --modes eager compiled --batches 2 --jobs 12  # prepared together, timed in turn
+    python benchmarks/detection.py --modes eager compiled --batches 2 --jobs 12  # prepared together, timed one by one
     python benchmarks/detection.py --device cpu --height 96 --width 128 --batches 1 --methods full "sbp r=0.5"
     python benchmarks/detection.py --show benchmarks/results/detection.json
 
-Images and objects are drawn once. Among the proposals there are enough near the objects for the most that heads take of
-them, a quarter, as in a trained detector; so memory is that of its largest steps. On a GPU the parts of the peak: what
-is allocated before the step (weights, optimizer, images), what the forward pass of each part adds and keeps (a compiled
-backbone is one with the pyramid), and the rest, short-lived or made in backward. And how long its kernels run: for the
-rest of a step it waits for the CPU to launch them. On a CPU: bytes saved for backward, by part.
+Images and objects are drawn once. Enough proposals are near objects that the heads sample as many of these as they
+may, a quarter, as in a trained detector. So memory is that of the largest steps. On a GPU the parts of the peak are
+shown: what is allocated before the step (weights, optimizer, images), what the forward pass of each part adds and keeps
+(a compiled backbone counts as one with the pyramid), and the rest, which is short-lived or made in backward. "GPU busy"
+is how long kernels run: for the rest of a step the GPU waits for the CPU to launch them. On a CPU: what is saved for
+backward, by part.
 """
 
 import argparse
@@ -49,7 +50,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Method:
-    """SBP's options for the backbone (None: plain), what is lean in the heads, and whether blocks are checkpointed."""
+    """SBP's options for the backbone (None: plain), what the heads do lean, and whether blocks are checkpointed."""
 
     sbp: dict[str, Any] | None = None
     lean: Lean = field(default_factory=Lean)
@@ -63,7 +64,7 @@ class Method:
 
 
 RPN, HEADS = Lean(rpn=True), Lean(rpn=True, recompute=True)
-HALF = PRESETS["paper"] | {"per_sample": True, "exact_downsampling": True}  # as the recipes have it
+HALF = PRESETS["paper"] | {"per_sample": True, "exact_downsampling": True}  # as in the recipes
 METHODS = {
     "full": Method(),
     "checkpointed backbone": Method(checkpoint=True),
@@ -77,7 +78,7 @@ METHODS = {
 
 
 class Near(nn.Module):
-    """The proposals of an RPN, the last of them replaced by others near the objects."""
+    """An RPN whose last NEAR proposals are replaced by others near the objects."""
 
     def __init__(self, rpn: nn.Module) -> None:
         super().__init__()
@@ -125,7 +126,7 @@ def batch_of(count: int, height: int, width: int) -> tuple[Tensor, Tensor, list[
 
 @dataclass(frozen=True)
 class Setting:
-    """What to measure and how: a child process builds it from this."""
+    """What to measure and how, from which a child process builds the case."""
 
     model: str
     batch: int
@@ -172,7 +173,7 @@ class Case:
         self.optimizer.zero_grad()
 
     def time(self, steps: int) -> float:
-        """Milliseconds, the median."""
+        """Milliseconds of a step, the median of ``steps``."""
         watch = Stopwatch(self.device)
         watch.mark()
         for _ in range(steps):
@@ -183,7 +184,7 @@ class Case:
         return statistics.median(watch.between(i, i + 1) for i in range(steps))
 
     def busy(self) -> Row:
-        """How long the kernels of a step run on a GPU, and how many they are."""
+        """How long the kernels of a step run on a GPU, and how many there are."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             self.step()
             torch.cuda.synchronize()
@@ -194,7 +195,7 @@ class Case:
         }
 
     def peak(self) -> Row:
-        """MiB on a GPU: the peak of a step and its parts."""
+        """The peak of a step on a GPU and its parts, in MiB."""
         torch.cuda.synchronize()
         before = last = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -214,7 +215,7 @@ class Case:
         return {"peak MiB": top / MIB, "parts MiB": {part: size / MIB for part, size in parts.items()}}
 
     def saved(self) -> Row:
-        """MiB saved for backward on a CPU, by part."""
+        """What is saved for backward on a CPU, by part, in MiB."""
         with Saved(self.model, self.images) as saved:
             loss = self.forward()
         parts = dict.fromkeys(PARTS.values(), 0)
@@ -226,7 +227,8 @@ class Case:
 
 
 class Watched:
-    """Reads a number whenever a part of a detector has run forward. Hooks on what is compiled would compile it anew."""
+    """Calls ``read`` whenever a part of a detector has run forward. A compiled backbone gets no hooks, as it would be
+    compiled anew: it is read together with the pyramid, before the RPN."""
 
     def __init__(self, model: nn.Module, compiled: bool, read: Callable[[], int]) -> None:
         self.model, self.compiled, self.read = model, compiled, read
@@ -269,7 +271,7 @@ def measured(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def alone(setting: Setting) -> Row:
-    """In this process; an error is a row as well, so that the others are measured."""
+    """Measure in this process. An error becomes a row too, so that the other cases are still measured."""
     try:
         _, *rounds = rows_of(setting)
         return children.middle(rounds)
@@ -280,7 +282,7 @@ def alone(setting: Setting) -> Row:
 
 
 def rows_of(setting: Setting) -> Iterator[Row]:
-    """Nothing when the case is warm, then its row."""
+    """Work for a child process: yield an empty row when the case is ready, then a row per round."""
     case = Case(setting)
     if setting.device == "cpu":
         yield {}
@@ -296,7 +298,7 @@ def rows_of(setting: Setting) -> Iterator[Row]:
 
 
 def add_ratios(rows: list[Row]) -> None:
-    """To full backprop of the same model, batch and mode."""
+    """Add memory and speed relative to full backprop of the same model, batch and mode."""
     full = {(r["model"], r["batch"], r["mode"]): r for r in rows if r["method"] == "full" and "error" not in r}
     for row in rows:
         base = full.get((row["model"], row["batch"], row["mode"]))

@@ -1,9 +1,9 @@
-"""Images with boxes and masks out of a zip file, in COCO's layout as ``torchsbp train`` reads it.
+"""Unpack images with boxes and masks from a zip file, into COCO's layout, which ``torchsbp train`` reads.
 
     python benchmarks/detection_data.py det_coco445_pennfudan170.zip data        # data/coco, data/pennfudan
 
-In the zip, for every set: ``SET/instances_PART.json`` and the images ``SET/PART/…``, of any format that Pillow reads.
-Out of it: ``OUT/SET/annotations/instances_PART.json`` and JPEG images ``OUT/SET/PART/…``.
+The zip has, for every set, ``SET/instances_PART.json`` and images ``SET/PART/…`` in any format that Pillow reads.
+Written are ``OUT/SET/annotations/instances_PART.json`` and JPEG images ``OUT/SET/PART/…``.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from PIL import Image
 
 
 def unpack(archive: zipfile.ZipFile, name: str, out: Path, quality: int) -> int:
-    """One part of one set, by the name of its json; the number of its images."""
+    """Unpack one part of one set, given the name of its JSON file. Return the number of its images."""
     folder, _, file = name.rpartition("/")
     part = file.removeprefix("instances_").removesuffix(".json")
     content = json.loads(archive.read(name))

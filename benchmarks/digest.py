@@ -1,10 +1,10 @@
-"""Digests of outputs, kept positions and gradients of patched models: a rebuild of the package must not change a bit.
+"""Digests of outputs, kept positions and gradients of patched models, to show that a refactoring changes no bit.
 
     python benchmarks/digest.py --out before.json      # at one commit
     python benchmarks/digest.py --compare before.json  # at another, on the same machine: exit status 1 if any differs
 
-Tiny random models of every family, every rule and option that their blocks have, float64 and bfloat16 autocast, on CPU
-with one thread. Only the public API is used, so that the file runs at any commit.
+Covers tiny random models of every family, with every rule and option that their blocks have, in float64 and bfloat16
+autocast, on CPU with one thread. Only the public API is used, so that the file runs at any commit.
 """
 
 import argparse
@@ -140,7 +140,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def cases() -> Iterator[tuple[str, str, dict[str, Any], str]]:
-    """(model, rule, options, precision)."""
+    """Yield (model, rule, options, precision)."""
     for model, (_, _, rules) in MODELS.items():
         for rule in rules:
             for title, options in OPTIONS.items():
@@ -150,12 +150,12 @@ def cases() -> Iterator[tuple[str, str, dict[str, Any], str]]:
 
 
 def digest(name: str, options: dict[str, Any], precision: str) -> str:
-    """Of two training steps: outputs, kept positions, gradients."""
+    """The digest of two training steps: outputs, kept positions, gradients."""
     build, shape, _ = MODELS[name]
     torch.manual_seed(0)
     model = build().double().train()
     with torch.no_grad():
-        for p in model.parameters():  # nothing at its initial zero, where differences would hide
+        for p in model.parameters():  # initial values of zero would hide differences
             p.add_(torch.randn_like(p) * 0.1)
     x = torch.randn(2, *shape, dtype=torch.float64)
     if precision == "bfloat16":

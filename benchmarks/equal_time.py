@@ -1,8 +1,8 @@
 """The contest at equal time, with the steps of large models: python benchmarks/equal_time.py CONTEST H200.json
 
-Models of the contest are small, so that many can be trained, and their steps are hundreds of kernels that hardly fill a
-GPU: fewer rows make them little shorter. What sampling pays where a GPU is full is told by the accuracy of the contest
-after as many epochs as the step of a large model of the same family leaves room for.
+The contest's models are small, so that many can be trained. Their steps are hundreds of kernels that hardly fill a GPU,
+so fewer rows make them little shorter. To see what sampling gains on a full GPU, this takes the accuracy of the contest
+after as many epochs as fit into a time, given the relative step times of a large model of the same family.
 """
 
 import argparse
@@ -39,13 +39,13 @@ LARGE = {
         "own norm rows 0.5": "norm rows r=0.5",
     },
 }
-"""(model of the contest, large model) -> arm -> method, whose times count if they were measured. A quarter of the
-positions is kept in 5 of the contest's 7 blocks, which is 9 of 12."""
+"""(model of the contest, large model) -> arm -> method, left out if it was not measured. "own rows 0.25" keeps a
+quarter in 5 of the contest's 7 blocks, which corresponds to 9 of 12."""
 
 
 def speeds(rows: list[Row]) -> list[Row]:
-    """Rows of ``torchsbp study speed``: a compiled step of the large model in the place of the small one's. Its time is
-    that of full backprop by the ratio that both had in one run."""
+    """Rows as of ``torchsbp study speed``, with compiled steps of the large model in place of the small one's. A
+    method's time is that of full backprop divided by its speed, the ratio of both in one run."""
     found = {(row["model"], row["method"]): row for row in rows if row["mode"] == "compiled"}
     return [
         {

@@ -1,10 +1,11 @@
-"""Online detection: which frames the encoder's gradient comes from, and how near sampled gradients are to the full one.
+"""Online detection: which frames the encoder's gradient comes from, and how close sampled gradients are to full ones.
 
     python benchmarks/frame_gradients.py RUN        # of task online_action; any option of torchsbp train may follow
 
-Windows of the training data, batch by batch, with the weights as they are. First the length of the gradient that a
-frame's features get, in the long memory (slots that are not empty) and in the work memory. Then the cosine between the
-gradient of the encoder's weights through sampled frames and that through all of them, and the ratio of their lengths.
+It takes batches of windows of the training data, with the weights as they are. First it prints the length of the
+gradient of a frame's features, in the long memory (slots that are not empty) and in the work memory. Then it compares
+the gradient of the encoder's weights through sampled frames with that through all: their cosine, and the ratio of their
+lengths.
 """
 
 import statistics
@@ -26,7 +27,7 @@ ARMS = {
     "window": ("window", True),
     "work memory": ("work", True),
 }
-"""where frames are kept from, and whether other ones for each clip"""
+"""(where frames are kept from, whether each clip keeps its own)"""
 
 
 def batches(task: OnlineAction, count: int, size: int) -> list[Batch]:
@@ -37,7 +38,7 @@ def batches(task: OnlineAction, count: int, size: int) -> list[Batch]:
 
 
 def gradients(model: OnlineDetector, batch: Batch, number: int) -> tuple[Tensor, Tensor]:
-    """Of features ``[B, T, D]``, and of the encoder's weights in one vector; the same dropout in every arm."""
+    """Gradients of features ``[B, T, D]``, and of the encoder's weights as one vector. Arms have the same dropout."""
     frames, (empty, targets) = batch
     torch.manual_seed(number)
     model.set_step(number)
@@ -49,7 +50,7 @@ def gradients(model: OnlineDetector, batch: Batch, number: int) -> tuple[Tensor,
 
 
 def lengths(of_features: Sequence[Tensor], empty: Sequence[Tensor]) -> tuple[float, float]:
-    """Mean over frames of the long memory and of the work memory."""
+    """Mean length of a frame's gradient, in the long memory and in the work memory."""
     long = empty[0].shape[1]
     norms = [its.norm(dim=-1) for its in of_features]
     filled = torch.cat([its[:, :long][~none] for its, none in zip(norms, empty, strict=True)])

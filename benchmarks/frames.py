@@ -4,10 +4,10 @@
     python benchmarks/frames.py --frames 10 20 --size 32 --batch 2 --device cpu --compiled 10   # small, to try it
     python benchmarks/frames.py --show benchmarks/results/frames.json
 
-One row per mode, method and number of frames: a step is forward, backward and Adam's update. Peak memory holds
-everything: weights, gradients, Adam's state ("static": what stays between steps), frames of 8 bits and activations. Of
-the frames four fifths are long memory, one fifth work memory. What does not fit says so, and larger ones are left out.
-Checkpointing is by chunks of frames: all but one chunk's activations are computed again.
+One row per mode, method and number of frames: a step is forward, backward and Adam's update. Peak memory is that of
+everything: weights, gradients, Adam's state ("static": what stays between steps), frames of 8 bits and activations.
+Four fifths of the frames are long memory, one fifth work memory. If a number of frames does not fit, its row says so,
+and larger ones are left out. Checkpointing is by chunks of frames: all but one chunk's activations are recomputed.
 """
 
 import argparse
@@ -38,17 +38,17 @@ METHODS = {
     "sbp r=1/8": ({}, 0.125),
     "sbp r=1/5, checkpoint": ({"checkpoint": True}, 0.2),
 }
-"""options of the encoder, and the keep-ratio of frames"""
+"""(options of the encoder, keep-ratio of frames)"""
 COMPILED = ["full", "checkpoint", "sbp r=1/5"]
 CLASSES = 22
 FRAMES = [32, 64, 128, 160, 256, 512, 1024]
 FLOORS = {"memory": 0.28, "speed": 1.6}
-"""of r = 1/5 at 160 frames, relative to full backprop"""
+"""Targets for r = 1/5 at 160 frames, relative to full backprop."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A method in a mode; the model's name is for the order of cases."""
+    """A method in a mode. ``model`` is there for ``children.groups``."""
 
     method: str
     mode: str
@@ -69,7 +69,7 @@ class Setting:
 
 
 class Case:
-    """A detector for so many frames, and its training step."""
+    """A detector for so many frames, and its training steps."""
 
     def __init__(self, setting: Setting, frames: int) -> None:
         torch.manual_seed(0)
@@ -111,7 +111,7 @@ class Case:
 
 
 def measure(setting: Setting) -> Iterator[Row]:
-    """Work for a child process: nothing when the smallest case has run, then a row for each number of frames."""
+    """Work for a child process: yield an empty row when the smallest case has run, then one per number of frames."""
     Case(setting, setting.frames[0]).steps(2)
     release()
     yield {}
@@ -141,7 +141,7 @@ def measured(case: Case) -> Row:
 
 
 def add_ratios(rows: Sequence[Row]) -> None:
-    """To full backprop of the same mode and number of frames."""
+    """Add memory and speed relative to full backprop of the same mode and number of frames."""
     full = {(row["mode"], row["frames"]): row for row in rows if row["method"] == "full" and "step ms" in row}
     for row in rows:
         plain = full.get((row["mode"], row.get("frames")))
@@ -152,7 +152,7 @@ def add_ratios(rows: Sequence[Row]) -> None:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A table for each mode: methods down, numbers of frames across."""
+    """A table per mode, with a line per method and a column per number of frames."""
     tables = []
     for mode in dict.fromkeys(row["mode"] for row in rows):
         its = [row for row in rows if row["mode"] == mode and "frames" in row]
@@ -176,7 +176,7 @@ def cell(row: Row) -> str:
 
 
 def floors(rows: Sequence[Row]) -> list[str]:
-    """What was promised of r = 1/5, and what was measured."""
+    """Lines that compare the targets for r = 1/5 with what was measured."""
     found = {(row["mode"], row["method"], row.get("frames")): row for row in rows}
     lines = []
     for mode in MODES:

@@ -2,9 +2,9 @@
 #
 #   bash benchmarks/golf.sh GOLFDATA OUT
 #
-# GOLFDATA has golfdb96_avif.npz, lite2.pt (ImageNet's weights of efficientnet_lite2) and, if the installed Pillow reads no AVIF,
-# another one in pillow/. OUT gets a table for each experiment, and metrics.tar.gz with the metrics and logs of all runs.
-# May be set: LIMIT (1200 s for all runs), SWINGS (so many of each part only) and COMMON (options of all runs).
+# GOLFDATA has golfdb96_avif.npz, lite2.pt (efficientnet_lite2's weights of ImageNet) and, if the installed Pillow reads no AVIF,
+# one that does in pillow/. OUT gets a table for each experiment, and metrics.tar.gz with the metrics and logs of all runs.
+# Optional variables: LIMIT (seconds for all runs, 1200), SWINGS (use only so many of each part), COMMON (options of all runs).
 set -eu
 GOLFDATA=$1 OUT=$2 WORK=${TMPDIR:-/tmp}/golf
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1

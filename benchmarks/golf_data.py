@@ -1,15 +1,16 @@
-"""Golf swings out of a packed file, as ``torchsbp train`` reads them: whole for online detection, cut for recognition.
+"""Unpack golf swings from a packed file for ``torchsbp train``: whole for online detection, cut for recognition.
 
     python benchmarks/golf_data.py golfdb96_avif.npz data        # data/swings, data/phases, data/stills
 
-The file is not part of the project: 588 swings of GolfDB, of 72 frames at 30 a second, 96², each an animated AVIF
-(Pillow 11.3 reads it), with the frames of 8 events. For both parts of the official split, 440 and 148 swings, come out
+The file is not part of the project. It has 588 swings of GolfDB, each an animated AVIF (Pillow 11.3 reads it) of 72
+frames of 96² at 30 a second, and the frame numbers of 8 events. For both parts of the official split, 440 and 148
+swings, this writes
 
-    OUT/swings    in THUMOS's layout: after the first event every frame belongs to the action that the last event begins
-    OUT/phases    .npy clips and lists: 16 frames, evenly from an event to the next, 7 clips of every swing
-    OUT/stills    every third frame as a picture, in a folder of the action that it belongs to, or of none yet
+    OUT/swings    THUMOS's layout: from the first event on, a frame belongs to the action that the latest event begins
+    OUT/phases    .npy clips and lists: 7 clips of every swing, each 16 frames evenly from one event to the next
+    OUT/stills    every third frame as a picture, in the folder of its action, or "before" the first event
 
-Swinging back and down show the same poses in the other order.
+The swing back and the swing down show the same poses in reverse order.
 """
 
 import argparse
@@ -28,12 +29,12 @@ from torchsbp.train.data.thumos import prepare
 
 EVENTS = ("address", "toe-up", "mid-backswing", "top", "mid-downswing", "impact", "mid-follow-through", "finish")
 NONE = "before"
-"""the first event"""
+"""The class of stills before the first event."""
 FPS = 30.0
 FRAMES = 16
-"""of a phase's clip"""
+"""The frames of a phase's clip."""
 STILL = 3
-"""every so many frames"""
+"""Every so many frames one still is written."""
 
 
 def decoded(packed: bytes) -> np.ndarray:
@@ -47,7 +48,7 @@ def decoded(packed: bytes) -> np.ndarray:
 
 
 def unpack(out: Path, part: str, name: str, packed: bytes, events: Sequence[int]) -> None:
-    """A swing, its phases and its stills."""
+    """Write a swing, its phases and its stills."""
     frames = decoded(packed)
     np.save(out / "swings" / "frames" / f"{name}.npy", frames)
     for phase, (begin, end) in enumerate(pairwise(events)):
@@ -61,7 +62,7 @@ def unpack(out: Path, part: str, name: str, packed: bytes, events: Sequence[int]
 
 
 def write_swings(root: Path, part: str, names: Sequence[str], events: np.ndarray, frames: int) -> None:
-    """Segments, targets and the list of one part."""
+    """Write the segments, targets and list of one part."""
     with (root / f"{part}.csv").open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(("video", "type", "start", "end"))

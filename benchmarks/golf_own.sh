@@ -1,11 +1,11 @@
-# Golf swings with an encoder whose weights are all our own (docs/reproduction.md): two runs that make them, then three arms.
+# Golf swings with an encoder that we train from scratch (docs/reproduction.md): two runs make its weights, then three arms.
 #
 #   bash benchmarks/golf_own.sh GOLFDATA OUT
 #
-# GOLFDATA has imagenette128_7k_avif.npz, golfdb96_avif.npz and, if the installed Pillow reads no AVIF, another one in pillow/.
+# GOLFDATA has imagenette128_7k_avif.npz, golfdb96_avif.npz and, if the installed Pillow reads no AVIF, one that does in pillow/.
 # OUT gets a table for each step, and metrics.tar.gz with the metrics and logs of all runs.
-# May be set: LIMIT (1200 s for each step), PICTURES and SWINGS (so many of each part only), FIRST and COMMON (options of the
-# runs that make the weights, and of the arms).
+# Optional variables: LIMIT (seconds for each step, 1200), PICTURES and SWINGS (use only so many of each part), FIRST (options
+# of the runs that make the weights), COMMON (options of the arms).
 set -eu
 GOLFDATA=$1 OUT=$2 WORK=${TMPDIR:-/tmp}/golf_own
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1

@@ -1,10 +1,10 @@
-"""Memory and time as training grows: over batch, resolution and depth of a ViT, over the frames of a video model.
+"""Memory and time of training over batch, resolution and depth of a ViT, and over the frames of a video model.
 
     python benchmarks/growth.py --jobs 4 --out benchmarks/results/growth.json
     python benchmarks/growth.py --models video_swin_tiny --axes frames --methods full checkpoint "sbp frames r=0.25"
     python benchmarks/plot.py benchmarks/results/growth.json --out growth.png
 
-What does not fit is a row with an error, a gap in the plot.
+A point that does not fit is a row with an error, and a gap in the plot.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ def point(setting: Setting) -> Row:
 
 
 def sweep(setting: Setting, axis: str, values: Sequence[int]) -> Iterator[Row]:
-    """Work for a child process: nothing when the first point is built, then a row per point."""
+    """Work for a child process: yield an empty row when the first point has run, then a row per point."""
     Case(grown(setting, axis, values[0])).steps(1)
     yield {}
     for value in values:

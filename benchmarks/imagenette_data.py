@@ -1,10 +1,10 @@
-"""Images of Imagenette out of a packed file, as folders of classes that ``torchsbp train`` reads.
+"""Unpack images of Imagenette from a packed file, into folders of classes that ``torchsbp train`` reads.
 
     python benchmarks/imagenette_data.py imagenette128_7k_avif.npz data              # data/{train,val}/CLASS/*.ppm
     python benchmarks/imagenette_data.py imagenette128_7k_avif.npz imagenette.npz    # arrays, for ``torchsbp study``
 
-The file is not part of the project: 5000 and 2000 images of Imagenette's own parts, 128², in AVIF pictures of 25 each
-(Pillow 11.3 reads them). They come out uncompressed, 0.34 GB, since they are read again in every epoch.
+The file is not part of the project. It has 5000 and 2000 images of 128² from Imagenette's own parts, 25 in each AVIF
+picture (Pillow 11.3 reads them). They are written uncompressed, 0.34 GB, since they are read again in every epoch.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from PIL import Image
 
 
 def tiles(packed: bytes, size: int) -> np.ndarray:
-    """``[images, size, size, 3]``, row by row."""
+    """The images of a picture, ``[images, size, size, 3]``, row by row."""
     picture = np.asarray(Image.open(io.BytesIO(packed)).convert("RGB"))
     rows, columns = picture.shape[0] // size, picture.shape[1] // size
     return picture.reshape(rows, size, columns, size, 3).swapaxes(1, 2).reshape(-1, size, size, 3)
@@ -34,7 +34,7 @@ def unpack(size: int, packed: bytes, files: Sequence[Path]) -> None:
 
 
 def write(out: Path, pictures: Sequence[bytes], labels: Sequence[int], about: dict[str, Any], jobs: int) -> None:
-    """One part; ``labels`` are those of its images."""
+    """Write one part; ``labels`` are those of its images."""
     folders = [out / name.replace(" ", "_") for name in about["classes"]]
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)

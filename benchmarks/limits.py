@@ -1,9 +1,9 @@
-"""The largest batch that fits into a GPU's memory, and how fast it trains: what a method is worth on your card.
+"""The largest batch that fits into a GPU's memory, and how fast it trains.
 
     python benchmarks/limits.py --models vit_base --limits 16 24 80 --jobs 4 --out benchmarks/results/limits.json
     python benchmarks/limits.py --show benchmarks/results/limits.json
 
-Eager mode; the allocator is capped, so one large GPU stands for smaller ones of the same speed.
+Models run eagerly. The allocator is capped, so one large GPU stands for smaller ones of the same speed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,14 +17,14 @@ import commandline
 from case import Case, Row, Setting, measure, release
 
 GIB = 2**30
-CONTEXT = GIB // 2  # what CUDA itself takes of a card
+CONTEXT = GIB // 2  # memory that CUDA itself takes
 UNIT, SMALL = 32, (32, 64)  # batches
 METHODS = ["full", "checkpoint", "sbp query r=0.25", "sbp query r=0.25, saved"]
 
 
 def largest(fits: Callable[[int], bool], guess: int, unit: int, trials: int = 30) -> int:
-    """The largest multiple of ``unit`` that fits, 0 if none does: doubling strides from the guess, then bisection."""
-    low, high, stride = 0, 0, 1  # units: low fits, high does not; 0: not known
+    """The largest multiple of ``unit`` that fits, 0 if none: by doubling strides from the guess, then bisection."""
+    low, high, stride = 0, 0, 1  # in units: low fits, high does not; 0: not known
     at = max(1, guess // unit)
     for _ in range(trials):
         low, high = (at, high) if fits(at * unit) else (low, at)
@@ -37,7 +37,7 @@ def largest(fits: Callable[[int], bool], guess: int, unit: int, trials: int = 30
 
 
 def predict(peaks: Sequence[float], limit: float) -> int:
-    """The batch at which memory, affine in the batch, reaches the limit; its peaks at the two small batches given."""
+    """The batch at which memory reaches the limit, if it is affine in the batch: ``peaks`` are those of SMALL."""
     each = (peaks[1] - peaks[0]) / (SMALL[1] - SMALL[0])
     return int((limit - peaks[0]) / each) + SMALL[0] if each > 0 else SMALL[1]
 
@@ -65,7 +65,7 @@ def does_fit(case: Case, batch: int) -> bool:
 
 
 def timed(case: Case, batch: int) -> Row:
-    """Measured at that batch, or a smaller one if memory that was enough for two steps is too fragmented for more."""
+    """The row of that batch, or of a smaller one where memory fits two steps but is too fragmented for more."""
     while batch:
         release()
         case.feed(batch)
@@ -77,7 +77,7 @@ def timed(case: Case, batch: int) -> Row:
 
 
 def search(setting: Setting, limits: Sequence[float]) -> Iterator[Row]:
-    """Work for a child process: nothing when the model is built, then a row per limit (GiB)."""
+    """Work for a child process: yield an empty row when the model is built, then a row per limit (GiB)."""
     case = Case(setting)
     yield {}
     peaks = [peak_of(case, batch) for batch in SMALL]

@@ -1,4 +1,4 @@
-"""Memory predicted and measured: peaks of models and methods, and plans run in the memory they were made for.
+"""Predicted and measured memory: peaks of models and methods, and plans run in the memory that they were made for.
 
     python benchmarks/memory.py --jobs 16 --out benchmarks/results/memory.json     # on a GPU, bf16, eager
     python benchmarks/memory.py --parts plan --memory 8GiB 16GiB --batches 64 256
@@ -6,8 +6,8 @@
 
 One row per case, written when it comes. A row of part "peak" has the predicted and the measured peak. A row of part
 "plan" is the configuration that ``plan`` chooses for ViT-B, run with the allocator capped to what CUDA itself leaves of
-the budget: it must not run out. "before" is the candidate before it, run the same way: it should run out, or was left
-out for headroom.
+the budget: it must not run out of memory. "before" is the candidate before it, run the same way: it should run out, or
+was rejected to leave headroom.
 """
 
 import argparse
@@ -43,7 +43,7 @@ MEASURED = ("peak MiB", "reserved MiB")
 
 @dataclass(frozen=True)
 class Job:
-    """One configuration of one model, or a plan for it: the configuration that ``plan`` chooses for that memory."""
+    """One configuration of one model, or a plan: the configuration that ``plan`` chooses for it in that memory."""
 
     part: str
     model: str
@@ -62,7 +62,7 @@ class Job:
         return "bf16" if self.device == "cuda" else "float32"
 
     def run(self) -> Iterator[Row]:
-        """Work for a child process: nothing when everything is predicted, then a row per configuration measured."""
+        """Work for a child process: yield an empty row when all is predicted, then a row per measured configuration."""
         named = find_model(self.model, channels_last="convnext" in self.model)
         shape = (self.batch, *named.shape)
         rows = list(self.planned(named, shape) if self.part == "plan" else [(self.config, {})])
@@ -74,7 +74,7 @@ class Job:
             yield row | self.measured(named, shape, config, expected)
 
     def planned(self, named: Named, shape: tuple[int, ...]) -> Iterator[tuple[Config, Row]]:
-        """The chosen configuration, and the one before it, or the least possible where nothing fits."""
+        """Yield the chosen configuration and the one before it; if none fits, the one with the least memory."""
         try:
             found = plan(named.build, shape, self.memory, precision=self.precision)
         except DoesNotFitError as error:
@@ -103,7 +103,7 @@ class Job:
 
 
 def jobs(args: argparse.Namespace) -> Iterator[Job]:
-    """Full and SBP at three ratios; then the plans."""
+    """Full backprop and SBP at three ratios, for every model; then the plans."""
     for model in args.models if "peak" in args.parts else ():
         configs: list[Config] = ["full", *(SBPConfig(keep_ratio=ratio) for ratio in RATIOS)]
         configs.append(SBPConfig(keep_ratio=RATIOS[-1], recompute=False))
@@ -135,7 +135,7 @@ def markdown(found: Sequence[Row]) -> str:
 
 
 def plans_markdown(found: Sequence[Row]) -> str:
-    """The table of plans: what was chosen and what became of it in the memory it was chosen for."""
+    """The table of plans: what was chosen, and whether it ran in the memory that it was chosen for."""
     lines = ["| memory | batch | role | method | predicted | measured | reserved |", "|---|---|---|---|---|---|---|"]
     for row in found:
         if row["part"] == "plan" and "method" in row:

@@ -1,4 +1,4 @@
-"""What is compared: plain training, its memory-saving alternatives, and SBP. A method prepares a model for training."""
+"""The methods that are compared: plain training, other ways to save memory, and SBP. They prepare a model to train."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +20,7 @@ from torchsbp.sampling.keys import draw_key
 class Method:
     """``prepare`` changes the model in place; ``build`` are options of its constructor; ``around`` wraps every forward.
 
-    ``eager`` and ``compiled`` say in which modes it does anything, ``only`` what the model's name must contain.
+    ``eager`` and ``compiled`` say in which modes the method has an effect, ``only`` what the model's name must contain.
     """
 
     prepare: Callable[[nn.Module], Any] = lambda model: model
@@ -35,10 +35,10 @@ class Method:
 
 
 GRID = SBPConfig.preset("paper", attention="query")
-"""one grid for the batch and all blocks: the image paper's masks with the rule of ours"""
+"""One grid mask for the batch and all blocks, as in the image paper, with our rule "query"."""
 
 NORM = SBPConfig(sampler="norm")
-"""rows chosen in backward"""
+"""Rows chosen in backward."""
 
 
 def sbp(only: str = "", config: SBPConfig = GRID, **options: Any) -> Method:

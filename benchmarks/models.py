@@ -19,7 +19,7 @@ TINY_SWIN = {"embed_dim": 24, "depths": [1, 1, 2, 1], "num_heads": [1, 2, 2, 4],
 
 @dataclass(frozen=True)
 class Model:
-    """``methods`` (none: all) and ``modes`` are what a run measures unless it is told otherwise."""
+    """``methods`` (empty: all) and ``modes`` are what a run measures by default."""
 
     name: str
     batch: int
@@ -29,7 +29,7 @@ class Model:
     modes: tuple[str, ...] = ("eager",)
 
     def shape(self, size: int, **options: Any) -> tuple[int, ...]:
-        """Of one sample."""
+        """The shape of one sample."""
         return (3, size, size)
 
     def build(self, size: int | None = None, **options: Any) -> nn.Module:
@@ -42,7 +42,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Video(Model):
-    """Clips of so many frames."""
+    """A model for clips of so many frames."""
 
     frames: int = 32
     options: dict[str, Any] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Video(Model):
 
 @dataclass(frozen=True)
 class Dinov2(Model):
-    """That of transformers, with random weights."""
+    """DINOv2 of transformers, with random weights."""
 
     def build(self, size: int | None = None, **options: Any) -> nn.Module:
         from transformers import Dinov2Config, Dinov2ForImageClassification
@@ -69,7 +69,7 @@ class Dinov2(Model):
 
 
 class Logits(nn.Module):
-    """Of a model of transformers."""
+    """Returns the logits of a model of transformers."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

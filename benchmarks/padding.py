@@ -1,9 +1,9 @@
-"""How much of a detector's batches is padding, and what SBP then keeps, with sizes drawn as a recipe draws them.
+"""How much of a detector's batches is padding, and what SBP keeps of them, with sizes drawn as in a recipe.
 
     python benchmarks/padding.py coco/mask_rcnn_convnext_tiny_sbp --task.data.root data/coco --task.model.masks false
 
-After the recipe come options of ``torchsbp train``. A block keeps the share r of a batch's padded positions, for each
-image its own positions first. An image that fills the share s of the padded area keeps min(1, r/s) of its own, and
+After the recipe come options of ``torchsbp train``. A block keeps the share r of the padded positions of every image,
+the image's own positions first. An image that fills the share s of the padded area keeps min(1, r/s) of its own, and
 max(0, 1 − s/r) of what is kept for it is padding.
 """
 
@@ -21,7 +21,7 @@ Size = tuple[int, int]
 
 
 def drawn(argv: list[str]) -> tuple[list[list[Size]], list[Size], int]:
-    """The sizes of images, batch by batch; the recipe's buckets and multiple."""
+    """The sizes of images, batch by batch, and the recipe's buckets and multiple."""
     config = parse("train", argv)
     task = start(config.task, config.seed)
     order = task.train_order(config.per_forward(1), 0, 1, 1)
@@ -31,7 +31,7 @@ def drawn(argv: list[str]) -> tuple[list[list[Size]], list[Size], int]:
 
 
 def filled(batches: list[list[Size]], buckets: list[Size], multiple: int) -> torch.Tensor:
-    """Of every image: its share of the padded area."""
+    """Every image's share of the padded area."""
     padded = [padded_size(batch, buckets, multiple) for batch in batches]
     pairs = zip(batches, padded, strict=True)
     return torch.tensor([h * w / (height * width) for batch, (height, width) in pairs for h, w in batch])

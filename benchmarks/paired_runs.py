@@ -1,13 +1,13 @@
-"""Runs of a recipe in several arms and with several seeds, some at the same time; then paired differences.
+"""Train a recipe in several arms with several seeds, some runs at the same time; then print paired differences.
 
     python benchmarks/paired_runs.py penn_fudan --out runs/penn --seeds 5 \\
       --arm full --arm "sbp --sbp.preset=fast" -- --task.data.root=data/pennfudan
     python benchmarks/paired_runs.py --show runs/penn --metrics box_ap mask_ap
 
-An arm is a name and the options it adds; what stands behind -- is for all. The arm "full" is what the others are
-compared with: the same seed has the same first weights and the same order of samples in every arm. Every arm has its
-first seed before one has its second. What has not ended in time is stopped and not in the table. NVIDIA's multi-process
-service, if it is there, lets the processes share the GPU.
+An arm is a name and the options that it adds; options after -- are for all arms. The others are compared with the arm
+"full": in every arm the same seed has the same initial weights and the same order of samples. Every arm runs its first
+seed before one runs its second. Runs that have not ended in time are stopped and not in the table. NVIDIA's
+multi-process service, if it is installed, lets the processes share the GPU.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from torchsbp.study.results import interval
 
 
 def shared_gpu() -> None:
-    """Start the multi-process service for the processes that follow, if it works here."""
+    """Start the multi-process service and use it for the processes that follow, if it works here."""
     control = shutil.which("nvidia-cuda-mps-control")
     if control is not None:
         folder = Path(tempfile.gettempdir()) / "mps"
@@ -52,7 +52,7 @@ def started(recipe: str, arm: str, seed: int, out: Path, common: Sequence[str]) 
 
 
 def run(args: argparse.Namespace, common: Sequence[str]) -> None:
-    """All of them, ``jobs`` at a time; those that are not done in time are stopped, as a signal would."""
+    """Run all arms and seeds, ``jobs`` at a time. Those that are not done in time are stopped by a signal."""
     shared_gpu()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     begin, ended = time.monotonic(), 0
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace, common: Sequence[str]) -> None:
 
 
 def last_values(folder: Path) -> dict[str, float]:
-    """Of the last evaluation, and the memory and speed of training; nothing of a run that has not ended."""
+    """The metrics of the last evaluation, and memory and epoch of training; empty if the run has not ended."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     if lines[-1]["kind"] != "end":
         return {}
@@ -85,7 +85,7 @@ def last_values(folder: Path) -> dict[str, float]:
 
 
 def table(out: Path, metrics: Sequence[str]) -> str:
-    """Every arm's mean and its paired difference from that called "full", with a 95 % interval."""
+    """Every arm's mean and its paired difference to the arm "full", with 95 % intervals."""
     runs: dict[str, dict[int, dict[str, float]]] = {}
     for path in sorted(out.glob("*_*/metrics.jsonl")):
         arm, _, seed = path.parent.name.rpartition("_")
@@ -109,7 +109,7 @@ def table(out: Path, metrics: Sequence[str]) -> str:
 
 
 def mean_of(values: Sequence[float]) -> str:
-    """With the half width of its 95 % interval."""
+    """The mean, with half of its 95 % interval."""
     half = interval(values)
     return f"{statistics.mean(values):.2f}" + ("" if half is None else f" ± {half:.2f}")
 

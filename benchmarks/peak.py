@@ -12,7 +12,7 @@ SIGNS = {"alloc": 1, "free_requested": -1}
 
 
 def live_at_peak(trace: Sequence[Event]) -> tuple[int, list[Event]]:
-    """Bytes above those at the begin of the trace where they are most, and the allocations of the trace alive then."""
+    """The peak, in bytes above the start of the trace, and the allocations of the trace that are alive then."""
     total = most = end = 0
     for i, event in enumerate(trace):
         total += SIGNS.get(event["action"], 0) * event["size"]
@@ -23,12 +23,12 @@ def live_at_peak(trace: Sequence[Event]) -> tuple[int, list[Event]]:
         if event["action"] == "alloc":
             live[event["addr"]] = event
         elif event["action"] == "free_requested":
-            live.pop(event["addr"], None)  # None: it was there before
+            live.pop(event["addr"], None)  # None: it was allocated before the trace
     return most, list(live.values())
 
 
 def describe(before: int, most: int, live: Sequence[Event], count: int = 25, depth: int = 4) -> str:
-    """A line for each of the largest allocations (equal ones together), and the innermost Python frames below it."""
+    """Text with a line for each of the largest allocations (equal ones together), and its innermost Python frames."""
     in_trace = sum(event["size"] for event in live)
     lines = [
         f"{(before + most) / MIB:.1f} MiB at the peak: {in_trace / MIB:.1f} MiB in {len(live)} allocations of this "
@@ -42,7 +42,7 @@ def describe(before: int, most: int, live: Sequence[Event], count: int = 25, dep
 
 
 def places(event: Event, depth: int) -> tuple[str, ...]:
-    """The innermost frames as file:line function, those of PyTorch itself left out where others exist."""
+    """The innermost frames as "file:line function", without those of PyTorch itself where others exist."""
     frames = event.get("frames", ())
     ours = [frame for frame in frames if "/torch/" not in frame["filename"]] or frames
     return tuple(f"{short(frame['filename'])}:{frame['line']} {frame['name']}" for frame in ours[:depth])
@@ -53,7 +53,7 @@ def short(path: str) -> str:
 
 
 def report(step: Callable[[], object]) -> str:
-    """Run a step with the allocator's history on, and say what was alive at its peak."""
+    """Run a step with the allocator's history on, and describe what was alive at its peak."""
     before = torch.cuda.memory_allocated()
     torch.cuda.memory._record_memory_history(max_entries=1_000_000, context="all", stacks="python")
     try:

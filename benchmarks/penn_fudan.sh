@@ -4,8 +4,8 @@
 #   bash benchmarks/penn_fudan.sh pretrain DATA OUT         # OUT/weights.0 and weights.1: halves in float16; 3 minutes on an H200
 #   bash benchmarks/penn_fudan.sh runs DATA WEIGHTS OUT     # WEIGHTS has the halves; OUT/table.txt, runs.tar.gz, pictures; 5 minutes
 #
-# DATA has imagenette/{train,val}/CLASS/*.jpg, and pennfudan/ as benchmarks/detection_data.py writes it. MORE: further options of
-# torchsbp train. LIMIT: seconds after which what is left is stopped.
+# DATA has imagenette/{train,val}/CLASS/*.jpg, and pennfudan/ as benchmarks/detection_data.py writes it. Optional variables:
+# MORE (further options of torchsbp train), LIMIT (seconds after which runs are stopped).
 set -u
 what=$1 data=$2
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
@@ -24,7 +24,7 @@ else:
         save_file(dict(list(weights.items())[i::2]), out / f"weights.{i}")
 '
 
-pretrain() {  # as a classifier of ten kinds of things, 4000 images
+pretrain() {  # as a classifier of 4000 images in ten classes
   local out=$1; mkdir -p "$out"
   timeout -s INT "${LIMIT:-180}" python -m torchsbp train folder --out "$out/run" --task.data.root "$data/imagenette" \
     --task.model.name convnext_pico --task.model.drop_path 0.1 --task.data.size 112 --task.data.workers 12 \

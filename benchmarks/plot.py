@@ -1,9 +1,9 @@
-"""Pictures of measured rows: the front of memory and speed (run.py), largest batches (limits.py), growth (growth.py).
+"""Plots of measured rows: the front of memory and speed (run.py), largest batches (limits.py), growth (growth.py).
 
     python benchmarks/plot.py benchmarks/results/h200.json --out front.png
     python benchmarks/plot.py benchmarks/results/growth.json --out growth.svg
 
-The rows say which picture it is; the suffix of ``--out`` says which format.
+The rows decide which plot it is, the suffix of ``--out`` its format.
 """
 
 import argparse
@@ -27,8 +27,8 @@ Row = dict[str, Any]
 SBP, EXACT, OTHER, FRONT, LIGHT = "#d1495b", "#2e86ab", "#6b7280", "#f0b9bf", "#d7dae0"
 MODES = {"eager": "eager", "compiled": "compiled", "graphs": "compiled with CUDA graphs"}
 MARKERS = {"full": "*", "checkpoint": "D", "budget": "P", "offload": "v", "algorithm": "X", "patch": "^", "exact": "h"}
-MANY = 6  # methods of a model that has a panel of its own
-OTHER_FORWARD = ("patch drop",)  # what the model computes is changed: not on the front
+MANY = 6  # a model with so many methods gets a panel of its own
+OTHER_FORWARD = ("patch drop",)  # these change the forward pass: not on the front
 STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -53,7 +53,7 @@ def is_sbp(method: str) -> bool:
 
 
 def style(method: str) -> tuple[str, str]:
-    """Colour and marker: SBP in one colour, squares where it saves instead of recomputing."""
+    """Colour and marker: SBP has one colour, and squares where it saves instead of recomputing."""
     if is_sbp(method):
         return SBP, "s" if "saved" in method else "o"
     word = method.split()[0].strip(",")
@@ -65,7 +65,7 @@ def unique(rows: Sequence[Row], key: str) -> list[Any]:
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Points with less memory (x) or more speed (y) than every other, by memory."""
+    """Points that no other point beats in both memory (x) and speed (y), in order of memory."""
     best: list[tuple[float, float]] = []
     for x, y in sorted(points, key=lambda point: (point[0], -point[1])):
         if not best or y > best[-1][1]:
@@ -85,7 +85,7 @@ def front(rows: Sequence[Row]) -> Figure:
     for i, group in enumerate(groups):
         draw_front(figure.add_subplot(lines, columns, i + 1), group)
     figure.legend(handles=FRONT_LEGEND, loc="outside upper center", ncols=len(FRONT_LEGEND), frameon=False, fontsize=8)
-    figure.draw_without_rendering()  # the layout is known before labels are placed in it
+    figure.draw_without_rendering()  # the layout must be known before labels are placed in it
     figure.set_layout_engine("none")
     for axes, group in zip(figure.axes, groups, strict=True):
         place_labels(axes, group)
@@ -93,11 +93,11 @@ def front(rows: Sequence[Row]) -> Figure:
 
 
 def panels_of(rows: Sequence[Row]) -> list[list[Row]]:
-    """A panel for each model of which much was measured, and one for all others: none is empty."""
+    """A panel for each model with at least MANY rows, and one for all others if there are any."""
     by_model = [[row for row in rows if row["model"] == model] for model in unique(rows, "model")]
     own = [group for group in by_model if len(group) >= MANY]
     others = [row for group in by_model if len(group) < MANY for row in group]
-    full = [row for row in others if row["method"] == "full"]  # the same point of all
+    full = [row for row in others if row["method"] == "full"]  # the same point for all models
     return [*own, [row for row in others if row not in full[1:]]] if others else own
 
 
@@ -105,7 +105,7 @@ def draw_front(axes: Axes, rows: Sequence[Row]) -> None:
     axes.axhline(1, color=LIGHT, lw=1, zorder=0)
     axes.axvline(1, color=LIGHT, lw=1, zorder=0)
     right = 1.12 * max(1, *(row["memory"] for row in rows))
-    if len(unique(rows, "model")) == 1:  # of several, there is no common front
+    if len(unique(rows, "model")) == 1:  # several models have no common front
         same_forward = [row for row in rows if not row["method"].startswith(OTHER_FORWARD)]
         best = pareto([(row["memory"], row["speed"]) for row in same_forward])
         stairs = [x for x, _ in best for _ in range(2)] + [right], [0.0] + [y for _, y in best for _ in range(2)]
@@ -127,13 +127,13 @@ def title(row: Row) -> str:
 
 
 def name(row: Row, rows: Sequence[Row]) -> str:
-    """Of a point; where there are several models, with its model's."""
+    """The name of a point, with its model's where there are several."""
     method = row["method"].removeprefix("sbp ")
     return method if method == "full" or len(unique(rows, "model")) == 1 else f"{row['model']}: {method}"
 
 
 def place_labels(axes: Axes, rows: Sequence[Row]) -> None:
-    """Every point's name as near to it as it fits without covering a line, a point or another name."""
+    """Write every point's name as near to it as possible without covering a line, a point or another name."""
     figure = axes.get_figure(root=True)
     assert figure is not None
     unit, to_data = figure.dpi / 72, axes.transData.inverted().transform
@@ -158,7 +158,7 @@ def place_labels(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def around(x: float, y: float, width: float, height: float, unit: float) -> Iterator[Bbox]:
-    """Boxes around a point, near ones first, beside it before above and below."""
+    """Yield boxes around a point, near ones first, and those beside it before those above and below."""
     angles = [pi * k / 8 for k in (0, 8, 1, -1, 7, -7, 2, -2, 6, -6, 3, -3, 5, -5, 4, -4)]
     for radius, angle in product(range(9, 240, 3), angles):
         dx, dy = radius * unit * cos(angle), radius * unit * sin(angle)
@@ -170,7 +170,7 @@ def within(inner: Bbox, outer: Bbox) -> bool:
 
 
 def growth(rows: Sequence[Row]) -> Figure:
-    """Peak memory and time per image, a column per axis; a point that did not fit is a gap."""
+    """Peak memory and time per image, with a column per axis. A point that did not fit is a gap."""
     rows = [row for row in rows if "axis" in row]
     axes_names, methods = unique(rows, "axis"), unique(rows, "method")
     figure = Figure(figsize=(4 * len(axes_names), 6.2), layout="constrained")
@@ -214,7 +214,7 @@ def constant(rows: Sequence[Row], axis: str) -> str:
 
 
 def limits(rows: Sequence[Row]) -> Figure:
-    """Images/s at the largest batch that fits, a row per model and a column per limit; the batch beside the bar."""
+    """Images/s at the largest batch that fits (written beside the bar), with a row per model and a column per limit."""
     rows = [row for row in rows if "limit GiB" in row]
     models, sizes, methods = unique(rows, "model"), sorted(set(unique(rows, "limit GiB"))), unique(rows, "method")
     height = len(models) * (0.34 * len(methods) + 0.8)
@@ -240,7 +240,7 @@ def draw_bars(axes: Axes, rows: Sequence[Row], methods: Sequence[str]) -> None:
 
 
 def draw(rows: Sequence[Row], out: Path) -> None:
-    """The picture that these rows, of one mode for each model, are for."""
+    """Draw the plot that these rows are for. Each model has rows of one mode."""
     kinds = {"axis": growth, "limit GiB": limits, "step ms": front}
     picture = next(kind for key, kind in kinds.items() if any(key in row for row in rows))
     out.parent.mkdir(parents=True, exist_ok=True)

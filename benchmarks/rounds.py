@@ -1,10 +1,10 @@
-"""Two commits side by side, in turns: is a difference in speed more than noise?
+"""Measure two commits in turns: is a difference in speed more than noise?
 
     git worktree add --detach ../before COMMIT
     python benchmarks/rounds.py --trees ../before . --models swin_tiny --modes compiled --out rounds.json
 
-Every case of every tree is prepared in a process of its own, all at the same time; then they are measured one at a
-time, round after round, tree beside tree. A step that waits for its launches takes another time in every round; the
+Every case of every tree is prepared in a process of its own, all at the same time. Then they are measured one at a
+time, round after round, the trees in turn. The time of a step that waits for launches varies from round to round; the
 time that the GPU is busy (last column, from the profiler) does not.
 """
 
@@ -52,7 +52,7 @@ class Worker:
         )
 
     def listen(self) -> dict[str, Any] | None:
-        """What it says next; None when it has ended (its own words are above)."""
+        """The next answer; None when the process has ended (its error is printed above)."""
         assert self.process.stdout
         line = self.process.stdout.readline()
         return json.loads(line) if line else None
@@ -67,7 +67,7 @@ class Worker:
         return answer
 
     def row(self) -> Row:
-        """All rounds, their smallest time and peak, and what the profiler says of one more step."""
+        """The times of all rounds, the smallest time and peak, and the profile of one more step."""
         profile = self.ask("profile")["profile"]
         rounds = [round(row["step ms"], 3) for row in self.rounds]
         peak = {"peak MiB": min(row["peak MiB"] for row in self.rounds)} if "peak MiB" in self.rounds[0] else {}

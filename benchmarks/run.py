@@ -6,9 +6,9 @@
     python benchmarks/run.py --show after.json --against before.json             # two commits, case by case
     python benchmarks/run.py --show benchmarks/results/h200.json --study benchmarks/results/study/cifar10  # README's
 
-One row per model, mode and method: step time (median), forward and backward apart, images/s, peak memory, ratios to
+One row per model, mode and method: step time (median), times of forward and backward, images/s, peak memory, ratios to
 full backprop in the same mode, and the ideal speed-up: multiply-adds of full backprop over those of the method.
-Every case has a process of its own; ``--jobs`` of them compile at the same time, one at a time is measured.
+Every case has a process of its own. ``--jobs`` of them compile at the same time; they are measured one at a time.
 """
 
 import argparse
@@ -28,7 +28,7 @@ COMPARED = ("step ms", "peak MiB")
 
 
 def add_ratios(rows: list[Row]) -> None:
-    """To full backprop of the same model, mode and batch, and for compiled rows to checkpointing."""
+    """Add ratios to full backprop of the same model, mode and batch, and for compiled rows to checkpointing."""
     timed = {(row["model"], row["mode"], row["batch"], row["method"]): row for row in rows if "step ms" in row}
     for (*same, _), row in timed.items():
         full, checkpoint = (timed.get((*same, method), {}) for method in ("full", "checkpoint"))
@@ -61,7 +61,7 @@ def show(row: Row) -> str:
 
 
 def markdown(rows: list[Row]) -> str:
-    """A table: peak memory where it was measured, time and both ratios, shares that rows carry, and their commits."""
+    """A table: peak memory where it was measured, step time, both ratios, and the shares and commits that rows have."""
     rows = [row for row in rows if "speed" in row]
     shares = [key for key in SHARES if any(key in row for row in rows)]
     titles = ["model, batch", "method", "peak memory", "step time", *shares]
@@ -78,8 +78,8 @@ def markdown(rows: list[Row]) -> str:
 
 
 class Front(NamedTuple):
-    """A line of the README's table: a model, the presets that are this method, in words what they keep, and the arm of
-    the contest that trained so."""
+    """A line of the README's table: a model, the presets that are this method, in words what they keep, and the (model,
+    arm) of the contest whose accuracy is shown."""
 
     title: str
     model: str
@@ -121,11 +121,11 @@ def front(rows: list[Row], studied: list[Row]) -> str:
 
 
 PAIRS = 3
-"""of seeds at least, to tell a difference"""
+"""Pairs of seeds that a difference needs at least."""
 
 
 def accuracy_of(studied: list[Row], model: str, arm: str) -> str:
-    """The difference to full backprop after the most epochs that enough pairs have."""
+    """The difference to full backprop after the largest number of epochs for which there are enough pairs."""
     pairs = contest.pairs_of(contest.curves(studied), model, arm)
     longest = max(length for length, values in pairs.items() if len(values) >= PAIRS)
     told = results.difference(pairs[longest]).split(" (")[0].replace("-", "−")
@@ -150,7 +150,7 @@ def file_name(row: Row) -> str:
 
 
 def keep_texts(row: Row, args: argparse.Namespace) -> None:
-    """Print what a row tells beside its numbers, and keep it in a file beside the rows'."""
+    """Take the texts out of a row, print them, and write each to a file beside that of the rows."""
     for kind in TEXTS:
         text = row.pop(kind, None)
         if text:

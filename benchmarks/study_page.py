@@ -1,14 +1,14 @@
-"""Every table, figure and marked number of docs/study, from benchmarks/results: python benchmarks/study_page.py
+"""Write every table, figure and marked number of docs/study from benchmarks/results.
 
     python benchmarks/study_page.py            # writes pages and figures
     python benchmarks/study_page.py --check    # says what would change, and fails if anything would
 
-A page has what is made between two marks, whole tables or a number in a sentence:
+What is made, a whole table or a number in a sentence, stands between two marks of a page:
 
     <!-- made: table cifar10 contest --> … <!-- /made -->
     <!-- made: epochs hybrid, own rows 0.5, 24 -->−0.29 ± 0.38 (5)<!-- /made -->
 
-docs/study/README.md and the pages that it names are written; so are the numbers of the contest in the README.
+The pages of docs/study are written, and the numbers of the contest in the README.
 """
 
 import argparse
@@ -39,12 +39,12 @@ DRAWN = {
     "grids": ("accuracy",),
     "cifar10": ("contest",),
 }
-"""folder of results -> studies whose figures the pages show"""
+"""Folder of results -> studies whose figures the pages show."""
 PAPERS = {
     "gradients": "gradients.md", "accuracy": "grids.md", "trajectory": "along-training.md",
     "similarity": "along-training.md", "masks": "along-training.md",
 }  # fmt: skip
-"""study -> the page that has its figures"""
+"""Study -> the page that has its figures."""
 
 
 @cache
@@ -54,13 +54,13 @@ def rows(folder: str) -> tuple[Row, ...]:
 
 @cache
 def large() -> tuple[Row, ...]:
-    """The contest, with the steps of large models for its clock."""
+    """The contest, timed by the steps of large models."""
     trained = [row for row in rows("cifar10") if row["study"] == "contest"]
     return (*trained, *equal_time.speeds(commandline.read(ROOT / "benchmarks" / "results" / "h200.json")))
 
 
 def table(what: str) -> str:
-    """Of a study in a folder of results, "early" for those beside the folders."""
+    """FOLDER STUDY. The folder "early" stands for the results beside the folders."""
     folder, name = what.split()
     return STUDIES[name].table(list(rows(folder)))
 
@@ -71,7 +71,7 @@ def findings(what: str) -> str:
 
 
 def compared(what: str) -> str:
-    """All findings of the papers, figure by figure."""
+    """All findings of the papers with ours, figure by figure."""
     cells = []
     for folder, names in DRAWN.items():
         for name in names:
@@ -113,13 +113,13 @@ def signed(values: list[float]) -> str:
 
 
 def epochs(what: str) -> str:
-    """MODEL, ARM, EPOCHS: against full backpropagation. An arm's name may have a comma."""
+    """MODEL, ARM, EPOCHS: the difference to full backpropagation. An arm's name may have commas."""
     model, arm, length = parts(what)
     return signed(contest.pairs_of(contest.curves(list(rows("cifar10"))), model, arm)[int(length)])
 
 
 def timed(of: Callable[[], tuple[Row, ...]]) -> Callable[[str], str]:
-    """MODEL, ARM, BUDGET against BAR."""
+    """Return a maker of MODEL, ARM, BUDGET against BAR: the difference to another arm at equal time."""
 
     def made(what: str) -> str:
         what, _, bar = what.partition(" against ")
@@ -132,7 +132,7 @@ def timed(of: Callable[[], tuple[Row, ...]]) -> Callable[[str], str]:
 
 
 def pair(what: str) -> str:
-    """MODEL, ARM, EPOCHS against BAR: of the seeds that both have."""
+    """MODEL, ARM, EPOCHS against BAR: the difference to another arm, over the seeds that both have."""
     what, _, bar = what.partition(" against ")
     model, arm, length = parts(what)
     found = contest.curves(list(rows("cifar10")))
@@ -151,7 +151,7 @@ def reached(what: str) -> str:
 
 
 def weights(what: str) -> str:
-    """FOLDER MODEL: the accuracy of the weights at which neighbours, or gradients, were compared."""
+    """FOLDER MODEL: the accuracy of the weights at which neighbours or gradients were compared."""
     folder, model = what.split()
     studies = ("similarity", "gradients")
     found = (row for name in studies for row in results.of(rows(folder), name, "accuracy") if row["model"] == model)
@@ -159,7 +159,7 @@ def weights(what: str) -> str:
 
 
 def along(what: str) -> str:
-    """FOLDER MODEL, ARM, KEY: in the end, the cosine of all weights with full's, or "agreement" in percent."""
+    """FOLDER MODEL, ARM, KEY: at the end, "weights" is the cosine of all weights with full's, else the row's KEY."""
     folder, _, rest = what.partition(" ")
     model, arm, key = parts(rest)
     last = trajectory.series(list(rows(folder)))[model, arm][-1]
@@ -167,14 +167,14 @@ def along(what: str) -> str:
 
 
 def bound(what: str) -> str:
-    """MODEL, ARM, EPOCHS: the most that it may cost, the far end of the interval."""
+    """MODEL, ARM, EPOCHS: the most accuracy that the arm may cost, the far end of the interval."""
     model, arm, length = parts(what)
     pairs = contest.pairs_of(contest.curves(list(rows("cifar10"))), model, arm)[int(length)]
     return f"{(results.interval(pairs) or 0) - mean(pairs):.2f}"
 
 
 def deviation(what: str) -> str:
-    """The standard deviation of paired differences, pooled over what has enough pairs."""
+    """The standard deviation of paired differences, pooled over arms and lengths with at least 5 pairs."""
     found = contest.curves(list(rows("cifar10")))
     pairs = [its for model, arm in found if arm != FULL for its in contest.pairs_of(found, model, arm).values()]
     return f"{mean(variance(its) for its in pairs if len(its) >= 5) ** 0.5:.2f}"
@@ -190,7 +190,7 @@ def gradient(what: str) -> str:
 
 
 def noise(what: str) -> str:
-    """FOLDER MODEL, ARM: what it adds to the noise of batches, the mean over layers in percent."""
+    """FOLDER MODEL, ARM: what the arm adds to the noise of batches, as the mean over layers in percent."""
     folder, _, rest = what.partition(" ")
     model, _, arm = rest.partition(", ")
     return f"{100 * mean(gradients.shares(compared_at(folder, model, arm)).values()):.1f}"
@@ -203,14 +203,14 @@ def compared_at(folder: str, model: str, arm: str) -> Row:
 
 
 def means(folder: str, model: str, arm: str, ends: tuple[str, ...] = ("",)) -> dict[str, float]:
-    """Of the layers whose names end like that."""
+    """The numbers of gradients.KEYS, as means over the layers whose names end like that."""
     row = compared_at(folder, model, arm)
     layers = [values for name, values in row["layers"].items() if name.endswith(ends)]
     return dict(zip(gradients.KEYS, map(mean, zip(*layers, strict=True)), strict=True))
 
 
 def matrices(what: str) -> str:
-    """ARM: variance in the matrices of a ConvNeXt's MLPs, relative to masks of their own with weights."""
+    """ARM: the variance in the matrices of a ConvNeXt's MLPs, relative to the arm "down exact, own rows 0.5"."""
     mine, other = (
         means("chosen", "convnext", arm, ("mlp.fc1", "mlp.fc2"))["variance"]
         for arm in (what, "down exact, own rows 0.5")
@@ -246,7 +246,7 @@ MADE: dict[str, Callable[[str], str]] = {
     "noise": noise,
     "matrices": matrices,
 }
-"""The first word of a mark -> what makes of the rest what stands there."""
+"""The first word of a mark -> the function that makes the text from the rest of the mark."""
 
 
 def made(mark: re.Match[str]) -> str:
@@ -256,7 +256,7 @@ def made(mark: re.Match[str]) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Page -> what it should be."""
+    """Page -> the text that it should have."""
     return {path: PLACE.sub(made, path.read_text()) for path in (*sorted(FOLDER.glob("*.md")), ROOT / "README.md")}
 
 
@@ -273,7 +273,7 @@ def drawings() -> dict[Path, str]:
 
 
 def changed() -> dict[Path, str]:
-    """What is not as the results have it."""
+    """The files that differ from the results, with the text that they should have."""
     wanted = pages() | drawings()
     return {path: text for path, text in wanted.items() if not path.exists() or path.read_text() != text}
 

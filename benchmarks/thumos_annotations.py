@@ -1,11 +1,11 @@
-"""Both mean average precisions on THUMOS'14's own annotations, beside a reference that is written out.
+"""Both mean average precisions on THUMOS'14's own annotations, compared with an independent reference.
 
     python benchmarks/thumos_annotations.py ANNOTATIONS       # {val,test}_Annotation.csv, {val,test}_video_info.csv
 
-The annotations are not part of the project, and videos are not needed: black frames of one pixel, as many as a video's
-length gives at four a second, stand for them. Their targets with noise are the scores. Ours goes the way of an
-evaluation: ``torchsbp targets``, segments of the scores, mAP. The reference reads the files again and shares no code
-with it: plain loops over the protocol's words. Ends with an error where the two differ by more than rounding.
+The annotations are not part of the project. Videos are not needed: black frames of one pixel stand for them, four per
+second of a video. The scores are the targets with noise. Ours goes through the steps of an evaluation: ``torchsbp
+targets``, segments of the scores, mAP. The reference reads the files again and shares no code with it: plain loops that
+follow the protocol. It ends with an error if the two differ by more than rounding.
 """
 
 import argparse
@@ -25,10 +25,10 @@ from torchsbp.train.online.evaluation import frame_precisions
 from torchsbp.train.online.segments import OVERLAPS, Found, detect, detection_map
 
 SMOOTHED = 7
-"""frames, over which noise is averaged"""
+"""Frames over which targets with noise are averaged."""
 ROUNDING = 1e-9
 Segments = dict[str, list[tuple[str, float, float]]]
-"""by video: class, start, end in seconds"""
+"""video -> (class, start, end), in seconds"""
 
 
 def write_frames(info: Path, frames: Path) -> None:
@@ -40,7 +40,7 @@ def write_frames(info: Path, frames: Path) -> None:
 
 
 def noisy(targets: np.ndarray, draw: np.random.Generator) -> np.ndarray:
-    """Scores ``[frames, classes]`` that sum to 1: softmax of targets, without ambiguous ones, and noise."""
+    """Scores ``[frames, classes]`` that sum to 1: the softmax of targets (not ambiguous ones) plus noise, smoothed."""
     clear = targets[:, :-1]
     rough = 3 * clear + draw.normal(0, 1, clear.shape)
     logits = 1.5 * np.stack([np.convolve(column, np.ones(SMOOTHED) / SMOOTHED, "same") for column in rough.T], 1)
@@ -49,7 +49,7 @@ def noisy(targets: np.ndarray, draw: np.random.Generator) -> np.ndarray:
 
 
 def ours(videos: Thumos, scores: dict[str, np.ndarray], found: dict[str, list[Found]]) -> list[float]:
-    """mAP at each tIoU, and of frames."""
+    """The mAP of detections at each tIoU, then that of frames."""
     truth = {name: videos.segments(number) for number, name in enumerate(videos.videos)}
     detections = detection_map(found, truth, range(1, len(videos.names) - 1))
     frames = frame_precisions(np.concatenate(list(scores.values())), np.concatenate(videos.labels))
@@ -57,7 +57,7 @@ def ours(videos: Thumos, scores: dict[str, np.ndarray], found: dict[str, list[Fo
 
 
 def annotated(path: Path, lengths: dict[str, int]) -> Segments:
-    """What lies within the videos that have a length, in frames."""
+    """The segments within videos of these lengths (in frames)."""
     result: Segments = {video: [] for video in lengths}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
@@ -69,7 +69,8 @@ def annotated(path: Path, lengths: dict[str, int]) -> Segments:
 
 
 def detection_precision(truth: Segments, found: dict[str, list[Found]], name: str, label: int, least: float) -> float:
-    """Of one class at one tIoU: the area under the precision that is reached at a recall or beyond, in percent."""
+    """Average precision of one class at one tIoU, in percent: the area under the precision reached at each recall or
+    beyond."""
     wanted: list[tuple[str, float, float]] = []
     for video, segments in truth.items():
         for its, start, end in segments:
@@ -98,7 +99,8 @@ def detection_precision(truth: Segments, found: dict[str, list[Found]], name: st
 
 
 def frame_precision(truth: Segments, scores: dict[str, np.ndarray], name: str, label: int) -> float:
-    """Of one class: the mean over its frames of the precision at their rank, in percent; ambiguous frames left out."""
+    """Average precision of one class, in percent: the mean over its frames of the precision at their rank, without
+    ambiguous frames."""
     ranked: list[tuple[float, bool]] = []
     for video, its in scores.items():
         here = frames_of(truth[video], name, len(its))
@@ -114,7 +116,7 @@ def frame_precision(truth: Segments, scores: dict[str, np.ndarray], name: str, l
 
 
 def frames_of(segments: Sequence[tuple[str, float, float]], name: str, count: int) -> set[int]:
-    """Frames i, shown at i / 4 seconds, within segments of a class; of a segment between two frames the nearest."""
+    """Frames i, shown at i / 4 seconds, within segments of a class; for one between two frames the nearest frame."""
     result: set[int] = set()
     for its, start, end in segments:
         if its == name:
@@ -135,7 +137,7 @@ def reference(annotations: Path, scores: dict[str, np.ndarray], found: dict[str,
 
 
 def compare(folder: Path, root: Path, part: str, seed: int) -> float:
-    """Prints what the tools did and both rows; the largest difference."""
+    """Print what was read and both rows of results. Return the largest difference."""
     annotations = folder / f"{part}_Annotation.csv"
     write_frames(folder / f"{part}_video_info.csv", root / "frames")
     counts = prepare(annotations, root, part, FPS, None, skip_missing=True)

@@ -1,4 +1,4 @@
-"""Attention in windows alone, on a GPU: our kernels against F.scaled_dot_product_attention with bias and mask.
+"""Window attention alone, on a GPU: our kernels against F.scaled_dot_product_attention with bias and mask.
 
 python benchmarks/windows.py                     # milliseconds of forward and backward, by stage and keep-ratio
 python benchmarks/windows.py --tune --jobs 12    # which warps and stages are fastest for every kernel
@@ -23,7 +23,7 @@ from torchsbp.sampling.windows import Partition, cut_all, first_in_each
 
 
 class Shape(NamedTuple):
-    """Attention of one stage."""
+    """The attention of one stage."""
 
     batch: int
     heads: int
@@ -47,7 +47,7 @@ RATIOS = (1.0, 0.5, 0.25)
 
 
 class Tuned(KernelWindowAttention):
-    """With other warps and stages, by kernel."""
+    """Launches all kernels with other options (warps and stages)."""
 
     def __init__(self, **options: int) -> None:
         self.options = options
@@ -79,7 +79,7 @@ def inputs(shape: Shape, ratio: float) -> Inputs:
 
 
 def passes(attention: KernelWindowAttention, x: Inputs) -> dict[str, Callable[[], Any]]:
-    """Forward, and backward from kept queries."""
+    """Functions that run forward, and backward from kept queries."""
     scale = x.q.shape[-1] ** -0.5
     o, lse = attention.forward(x.q, x.k, x.v, x.bias, None, x.cut, scale)
     q, o = take_head_rows(x.q, x.rows), take_head_rows(o, x.rows)
@@ -92,7 +92,7 @@ def passes(attention: KernelWindowAttention, x: Inputs) -> dict[str, Callable[[]
 
 
 def plain_passes(shape: Shape) -> dict[str, Callable[[], Any]]:
-    """What a library runs for whole windows: rows that are cut already, bias and mask as one tensor."""
+    """What a library runs for whole windows: rows are already cut into windows, and bias and mask are one tensor."""
     windows, area = shape.batch * math.prod(shape.grid) // math.prod(shape.window), math.prod(shape.window)
     size = windows, shape.heads, area, shape.width
     q, k, v = (torch.randn(size, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
@@ -134,7 +134,7 @@ OPTIONS = [{"num_warps": warps, "num_stages": stages} for warps, stages in itert
 
 
 def compiled(case: tuple[str, float, dict[str, int]]) -> None:
-    """Fills Triton's cache."""
+    """Fill Triton's cache."""
     name, ratio, options = case
     for run in passes(Tuned(**options), inputs(SHAPES[name]._replace(batch=16), ratio)).values():
         run()

@@ -16,7 +16,7 @@ import torchsbp
 
 
 def main(epochs: int = 6) -> float:
-    """Accuracy on held-out digits."""
+    """Train, and return the accuracy on held-out digits."""
     set_seed(0)
     accelerator = Accelerator(gradient_accumulation_steps=2)
     digits = load_digits()
@@ -35,7 +35,7 @@ def main(epochs: int = 6) -> float:
     for epoch in range(epochs):
         model.train()
         for step, (images, labels) in enumerate(batches, start=epoch * len(batches)):
-            torchsbp.set_step(model, step)  # for keep-ratio schedules and resuming; without these it counts by itself
+            torchsbp.set_step(model, step)  # for keep-ratio schedules and resuming; else the model counts by itself
             with accelerator.accumulate(model):
                 accelerator.backward(F.cross_entropy(model(images), labels))
                 optimizer.step()

@@ -2,8 +2,8 @@
 
 python examples/demo.py [--seed 0] [--epochs 6] [--keep-ratio 0.5] [--out runs/demo]
 
-About a minute on a CPU. It is `torchsbp train digits` twice, and `torchsbp report`: prints a table; saves it as
-results.json, a picture of the kept patches and an HTML page, with both runs, in runs/demo.
+It takes about a minute on a CPU. It runs `torchsbp train digits` twice and `torchsbp report`, prints a table, and saves
+it as results.json in runs/demo, with a picture of the kept patches, an HTML page and both runs.
 """
 
 import argparse
@@ -28,19 +28,19 @@ from torchsbp.train.distributed import Processes
 from torchsbp.train.loop import Trainer
 
 SIZE, PATCH, BATCH = 32, 4, 32  # as in the recipe
-COLOURS = ("#0072B2", "#D55E00")  # full backprop and SBP; the colour-blind can tell them apart
+COLOURS = ("#0072B2", "#D55E00")  # full backprop and SBP, safe for colour blindness
 KEPT = (1.0, 0.75, 0.35)
 
 Row = dict[str, Any]
 
 
 def prepare(*options: str) -> Trainer:
-    """The recipe's model, data and SBP, without training."""
+    """A trainer with the recipe's model, data and SBP, which does not train."""
     return Trainer(parse("train", ["digits", *options]), Processes(torch.device("cpu")))
 
 
 def saved_mib(trainer: Trainer) -> float:
-    """What a training forward keeps for the backward pass."""
+    """MiB that a training forward pass keeps for the backward pass."""
     trainer.model.train()
     trainer.forward(0, trainer.task.prepare(next(trainer.batches()), training=True))
     memory = trainer.memory()
@@ -76,7 +76,7 @@ def table(rows: list[Row]) -> str:
 
 
 def shade(images: Tensor, kept: Tensor) -> np.ndarray:
-    """The kept patches in black ink on orange, the others pale: [B, H, W, 3]."""
+    """Pictures with kept patches in black ink on orange and pale others: [B, H, W, 3]."""
     grid = SIZE // PATCH
     cells = torch.zeros(len(images), grid * grid, dtype=torch.bool).scatter_(1, kept, True).view(-1, grid, grid)
     pixels = cells.repeat_interleave(PATCH, 1).repeat_interleave(PATCH, 2)[..., None]
@@ -85,14 +85,14 @@ def shade(images: Tensor, kept: Tensor) -> np.ndarray:
 
 
 def masks(model: nn.Module, images: Tensor, count: int) -> dict[int, Tensor]:
-    """What the first training steps keep, but for those that keep the same as the one before: step -> positions."""
+    """step -> kept positions, for the first ``count`` steps that keep others than the step before."""
     model.train()
     found: dict[int, Tensor] = {}
     last = None
     for step in range(1, 100):
         torchsbp.set_step(model, step - 1)
         model(images)
-        kept = next(iter(torchsbp.kept(model).values()))  # one mask for all sampled blocks
+        kept = next(iter(torchsbp.kept(model).values()))  # that of the first sampled block
         if last is None or not torch.equal(kept, last):
             found[step] = last = kept
         if len(found) == count:
@@ -101,7 +101,7 @@ def masks(model: nn.Module, images: Tensor, count: int) -> dict[int, Tensor]:
 
 
 def draw_patches(figure: SubFigure, model: nn.Module, images: Tensor, steps: int) -> None:
-    """The images and what the masks of some of the first training steps keep of them."""
+    """Draw the images, and what is kept of them in some of the first training steps."""
     columns = {"digit": -images[:, 0].numpy()}
     columns |= {f"step {step}": shade(images, kept) for step, kept in masks(model, images, steps).items()}
     axes = figure.subplots(len(images), len(columns))
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.epochs < 1:
         parser.error(f"--epochs must be at least 1, found {options.epochs}")
-    torch.set_num_threads(1)  # the same sums on every machine, and no waiting for threads on a busy one
+    torch.set_num_threads(1)  # the same sums on every machine, and a busy one need not wait for threads
     common = [f"--seed={options.seed}", f"--epochs={options.epochs}", "--log.every_steps=1"]
     common.append(f"--schedule.warmup_epochs={min(1, options.epochs - 1)}")
     sampling = ["--sbp.preset=default", f"--sbp.keep_ratio={options.keep_ratio}"]
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = ["full backprop", f"SBP, r = {options.keep_ratio:g}"]
     folders = [options.out / "full", options.out / "sbp"]
     for name, folder, method in zip(names, folders, ([], sampling), strict=True):
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier demo
+        shutil.rmtree(folder, ignore_errors=True)  # a run of an earlier demo
         print(f"{name}: torchsbp train digits {' '.join([*common, *method])} --out={folder}", file=sys.stderr)
         code = torchsbp_command(["train", "digits", *common, *method, f"--out={folder}"])
         if code:
@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def shown(trainer: Trainer) -> Tensor:
-    """A three, a six and a nine."""
+    """The images that are shown: a three, a six and a nine."""
     data = trainer.task.valid_data
     labels = [data.source[i][1] for i in range(len(data))]
     batch = trainer.task.collate([data[0, labels.index(digit)] for digit in (3, 6, 9)])

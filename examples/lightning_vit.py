@@ -37,7 +37,7 @@ class Classifier(L.LightningModule):
 
 
 def main(epochs: int = 6) -> dict[str, float]:
-    """The logged values of the last step and validation."""
+    """Train, and return the logged values of the last step and validation."""
     L.seed_everything(0)
     digits = load_digits()
     images, labels = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1, torch.tensor(digits.target)

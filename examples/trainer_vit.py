@@ -17,7 +17,7 @@ from torchsbp.integrations.transformers import SBPCallback
 
 
 class Classifier(nn.Module):
-    """A timm model that returns what the Trainer reads."""
+    """A timm model that returns loss and logits, as the Trainer expects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def main(epochs: int = 6) -> list[dict[str, float]]:
-    """What the Trainer logged."""
+    """Train, and return what the Trainer logged."""
     torch.manual_seed(0)
     digits = load_digits()
     images, labels = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1, digits.target

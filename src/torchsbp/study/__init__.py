@@ -1,4 +1,4 @@
-"""Studies of the method, over the public API. A study is a module: jobs, work, table, drawings, findings."""
+"""Studies of the method, built on the public API. Each is a module; ``Study`` says of what parts."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -11,14 +11,17 @@ from .training import Place, Row, Run, Settings
 
 
 def none(rows: list[Row]) -> list[Finding]:
-    """The papers have nothing like it."""
+    """For a study that has no counterpart in the papers."""
     return []
 
 
 class Study(NamedTuple):
-    """- ``jobs``: what to run; ``work``: one run, in a process of its own.
-    - ``table``, ``drawings`` (by the part of the file's name), ``findings``: of all rows of a folder.
-    - ``at_trained_weights``: its runs begin from weights that are trained first."""
+    """The parts of a study.
+
+    - ``jobs``: the runs that a plan asks for; ``work``: does one run and yields its rows.
+    - ``table``, ``drawings`` (keyed by a suffix of the file name) and ``findings`` are made from all rows of a folder.
+    - ``at_trained_weights``: its runs start from trained weights, which are made first.
+    """
 
     jobs: Callable[[Plan], list[Run]]
     work: Callable[[Run, Settings, Place], Iterator[Row]]

@@ -43,7 +43,7 @@ def table(rows: list[Row]) -> str:
 
 
 def drawings(rows: list[Row]) -> dict[str, list[Drawing]]:
-    """A panel for every grid of every model; those of a model share their axis."""
+    """One panel per model and grid; the panels of a model share their axis."""
     found, panels = last(rows), []
     for model in dict.fromkeys(model for model, _ in found):
         mine = {arm: seeds for (its, arm), seeds in found.items() if its == model}
@@ -63,7 +63,7 @@ def drawings(rows: list[Row]) -> dict[str, list[Drawing]]:
 
 
 CHANCE = 0.6
-"""points between two runs of one seed: twice the standard deviation of such differences in the contest (0.31)"""
+"""Points by which runs of one seed differ by chance: twice the contest's standard deviation of differences (0.31)."""
 
 
 def findings(rows: list[Row]) -> list[Finding]:
@@ -76,7 +76,7 @@ def findings(rows: list[Row]) -> list[Finding]:
         ("4, left", "grid masks are 0.5 to 1.7 points better than random ones", ("grid 0.5", "random 0.5"), 0.0),
         ("4, right", "dropping Q, K and V is better than dropping queries only", ("qkv 0.5", "grid 0.5"), 0.0),
         ("4, right", "dropping heads is no better", ("qkv 0.5", "head 0.5"), 0.0),
-    ]  # at least so many points
+    ]  # the last number: better by more than so many points
     return [
         Finding(
             figure,

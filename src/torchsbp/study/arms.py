@@ -15,16 +15,16 @@ ALL = ("vit", "hybrid", "pooled", "convnext", "convnext2", "swin")
 
 @dataclass(frozen=True)
 class Arm:
-    """Plain backpropagation, or what an arm does instead.
+    """One way to take gradients; by default plain backpropagation.
 
-    - ``options``: those of ``torchsbp.apply``; None: plain backpropagation.
-    - ``checkpoint``: every block is computed twice; ``batch``: a share of the batch; ``patch_drop``: that share of the
-      patches is left out of the model altogether.
-    - ``instead``: what patches a model with these options instead of ``torchsbp.apply``, for estimators that are not in
-      the product: the papers' code (``local.py``), rows chosen in backward (``chosen.py``). It returns what has the
-      ``step`` to set, and counts in Python: nothing is compiled or captured.
-    - ``reordered``: the same initial weights, other batches: how far two runs part by chance.
-    - ``same``: an arm that trains the same model in other time and memory. It is not trained again.
+    - ``options``: those of ``torchsbp.apply``, or None for plain backpropagation.
+    - ``checkpoint``: every block is computed twice; ``batch``: the share of the batch that is used; ``patch_drop``: the
+      share of patches that is left out of the model altogether.
+    - ``instead``: a function that patches the model with these options in place of ``torchsbp.apply``, for estimators
+      that the library does not have: the papers' code (``local.py``), rows chosen in backward (``chosen.py``). It
+      returns an object whose ``step`` can be set; as that counts in Python, nothing is compiled or captured.
+    - ``reordered``: the same initial weights with other batches, to see how far two runs diverge by chance.
+    - ``same``: the arm that trains the same model in other time and memory. Its results stand for this arm's.
     """
 
     options: Options | None = None
@@ -38,7 +38,7 @@ class Arm:
 
     @property
     def changes(self) -> bool:
-        """Whether its ratio is another one where the rate falls."""
+        """Whether the keep-ratio changes when the learning rate starts to fall."""
         return isinstance((self.options or {}).get("keep_ratio"), Milestones)
 
 
@@ -46,7 +46,7 @@ VIT, PYRAMID = ("vit", "hybrid", "pooled"), ("convnext", "convnext2")
 TOKENS = (*VIT, "swin")
 FULL = "full"
 FALLING = 10**12
-"""Steps of masks are counted from here where the rate falls: a ratio that is milestones may change there."""
+"""Added to the step of the masks once the learning rate falls: a milestone of the keep-ratio can refer to it."""
 GRID: Options = PRESETS["paper"] | {"attention": "query"}
 APART: Options = {"sampler": "random", "per_sample": True}
 BALANCED: Options = {"sampler": "random", "per_sample": "balanced"}
@@ -145,7 +145,7 @@ GRIDS: dict[str, dict[str, str]] = {
         "even 0.25": "even 0.25", "norm 0.25": "norm 0.25",
     },
 }  # fmt: skip
-"""Title -> label -> arm. The first five are the papers', in the default rule; the others are ours."""
+"""Title -> label -> arm. The first five are the papers' (rule "query" where an arm names none), the others ours."""
 
 
 def enters(model: str, arm: str) -> bool:
@@ -153,12 +153,12 @@ def enters(model: str, arm: str) -> bool:
 
 
 def of_grids(model: str) -> list[str]:
-    """Every arm of the grids that a model enters, once."""
+    """The arms of all grids that are made for a model, each once."""
     return list(dict.fromkeys(arm for grid in GRIDS.values() for arm in grid.values() if enters(model, arm)))
 
 
 def drawn_grids(known: Callable[[str], bool]) -> dict[str, dict[str, str]]:
-    """The grids that have at least two known arms, with these; none whose arms are all in a larger one."""
+    """The grids, reduced to known arms; without those that keep fewer than two or that are part of a larger one."""
     grids = {title: {label: arm for label, arm in grid.items() if known(arm)} for title, grid in GRIDS.items()}
     arms = [set(grid.values()) for grid in grids.values()]
     return {

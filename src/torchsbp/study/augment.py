@@ -1,6 +1,6 @@
-"""Augmentation of small images in batches, on their device: a loader would be the limit of short steps.
+"""Augmentation of batches of small images on their device: with steps this short a data loader would be the bottleneck.
 
-What is done follows from numbers that are given, so that runs with one seed see the same images, on any device.
+All randomness is in numbers that the caller gives, so that runs with one seed see the same images on any device.
 """
 
 import math
@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NUMBERS = 15
-"""that every image needs"""
+"""Random numbers that every image needs."""
 
 
 @dataclass(frozen=True)
 class Augment:
-    """Shift as a share of the image; turn in degrees, stretch and shear (of half of the images); colour jitter; side of
-    a hole as a share of the image; share of mixed images; label smoothing. Clips are smoothed alone."""
+    """``shift`` and the side of the ``hole`` are shares of the image. ``turn`` (in degrees), ``stretch`` and ``shear``
+    change half of the images, ``mixup`` is the share of images that are mixed. Clips get label smoothing only."""
 
     shift: float = 0.125
     turn: float = 10.0
@@ -30,8 +30,8 @@ class Augment:
     smoothing: float = 0.1
 
     def __call__(self, x: Tensor, y: Tensor, classes: int, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Images ``[B, 3, H, W]`` in [0, 1], labels ``[B]`` and numbers ``[NUMBERS, B]``, uniform in [0, 1) -> images,
-        targets ``[B, classes]``."""
+        """Return images and targets ``[B, classes]``, of images ``[B, 3, H, W]`` in [0, 1], labels ``[B]`` and random
+        numbers ``[NUMBERS, B]``, uniform in [0, 1)."""
         targets = F.one_hot(y, classes) * (1 - self.smoothing) + self.smoothing / classes
         if x.dim() > 4:
             return x, targets
@@ -42,15 +42,15 @@ class Augment:
 
 
 def uniform(numbers: Iterator[Tensor], low: float = 0.0, high: float = 1.0) -> Tensor:
-    """One number per image, the next ones."""
+    """The next number of every image, scaled to [low, high)."""
     return next(numbers) * (high - low) + low
 
 
 def warped(
     x: Tensor, shift: float, turn: float, numbers: Iterator[Tensor], stretch: float = 0.0, shear: float = 0.0
 ) -> Tensor:
-    """Flipped and shifted by whole pixels; half of the images turned, stretched and sheared too. One sampling of the
-    image, exact for the other half."""
+    """Flip images and shift them by whole pixels; turn, stretch and shear half of them too. Each image is resampled
+    once, which is exact for the other half."""
     flip = uniform(numbers).round() * 2 - 1
     bent = uniform(numbers).round()
     angle = uniform(numbers, -1, 1) * math.radians(turn) * bent
@@ -67,7 +67,7 @@ def warped(
 
 
 def jittered(x: Tensor, strength: float, numbers: Iterator[Tensor]) -> Tensor:
-    """Brightness, contrast and saturation times factors around 1."""
+    """Multiply brightness, contrast and saturation by factors around 1."""
     factors = [uniform(numbers, 1 - strength, 1 + strength).view(-1, 1, 1, 1) for _ in range(3)]
     x = x * factors[0]
     mean = x.mean((1, 2, 3), keepdim=True)
@@ -77,7 +77,7 @@ def jittered(x: Tensor, strength: float, numbers: Iterator[Tensor]) -> Tensor:
 
 
 def with_hole(x: Tensor, side: float, numbers: Iterator[Tensor]) -> Tensor:
-    """A square of each image, around a place in it, is grey."""
+    """Make a square of each image grey, around a random place in the image."""
     inside = torch.ones((), dtype=torch.bool, device=x.device)
     for dim in (2, 3):
         size = x.shape[dim]
@@ -88,8 +88,8 @@ def with_hole(x: Tensor, side: float, numbers: Iterator[Tensor]) -> Tensor:
 
 
 def mixed(x: Tensor, targets: Tensor, share: float, numbers: Iterator[Tensor]) -> tuple[Tensor, Tensor]:
-    """That share of images is mixed by λ ~ Beta(½, ½), which sin² of a uniform angle is; with the one as far from the
-    other end of the batch, any image where batches are in random order."""
+    """Mix a share of the images by λ ~ Beta(½, ½), the distribution of sin² of a uniform angle. The partner is as
+    far from the other end of the batch: a random image, as batches are in random order."""
     part = (uniform(numbers) * math.pi / 2).sin().square()
     part = torch.where(uniform(numbers) < share, part, 1.0)
     images, labels = part.view(-1, 1, 1, 1), part.view(-1, 1)

@@ -1,9 +1,9 @@
-"""Rows chosen in backward, when their cotangents are known, to compare with: dense, so nothing is saved by it.
+"""Rows chosen in backward, by their cotangents, for comparison. It is emulated densely and saves nothing.
 
-With W the diagonal matrix of how often a row counts, docs/method.md, section 4:
+With W the diagonal matrix of the rows' weights, zero where a row is dropped (docs/method.md, section 4):
 
-- of blocks y = x + F(x): ``dx = dy + (dF/dx)ᵀ W dy``, ``dθ = (dF/dθ)ᵀ W dy``;
-- of the weights of linear layers y = x θᵀ + b alone: ``dθ = (W dy)ᵀ x``. All else is exact, dx too.
+- in blocks y = x + F(x): ``dx = dy + (dF/dx)ᵀ W dy``, ``dθ = (dF/dθ)ᵀ W dy``;
+- in the weights of linear layers y = x θᵀ + b alone: ``dθ = (W dy)ᵀ x``. All other gradients are exact, dx too.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ from ..sampling import samplers
 
 
 def apply_chosen(model: nn.Module, keep_ratio: float, by: str = "norm", of: str = "blocks") -> "Draw":
-    """In place, on the blocks that SBP samples by default: ``by`` one of CHOICES, ``of`` "blocks" or "weights". What
-    is returned has the ``step`` to set."""
+    """Patch, in place, the blocks that SBP samples by default: ``by`` one of CHOICES, ``of`` "blocks" or "weights".
+    Return the draw, whose ``step`` can be set."""
     ((_, backbone, adapter, layout),) = find_backbones(model)
     draw = Draw(keep_ratio, by, layout.prefix_of(backbone))
     model.register_forward_pre_hook(draw)
@@ -39,13 +39,15 @@ def apply_chosen(model: nn.Module, keep_ratio: float, by: str = "norm", of: str 
 
 
 def drawn(p: Tensor, start: Tensor) -> Tensor:
-    """Which rows are kept, each with its probability, in every sample as many as these add up to: laid end to end from
-    ``start [B, 1]``, in [0, 1), those that reach or pass a whole number."""
+    """Which rows are kept, each with its probability ``p [B, n]``, and in every sample as many as these add up to.
+
+    Probabilities are laid end to end from ``start [B, 1]`` in [0, 1); rows that reach or pass a whole number are kept.
+    """
     return (p.cumsum(1) + start).floor().diff(dim=1, prepend=torch.zeros_like(start)) > 0
 
 
 def weighed(norms: Tensor, k: int, random: Generator) -> Tensor:
-    """1/p where kept. Rows lie in random order, so that equal norms make any k rows equally likely."""
+    """1/p for kept rows, else 0. Rows lie in random order, so that equal norms make any k rows equally likely."""
     p = probabilities(norms, k)
     order, start = (torch.rand(len(p), n, generator=random, dtype=p.dtype).to(p.device) for n in (p.shape[1], 1))
     order = order.argsort(1)
@@ -58,7 +60,7 @@ def even(norms: Tensor, k: int, random: Generator) -> Tensor:
 
 
 def largest(norms: Tensor, k: int, random: Generator) -> Tensor:
-    """1 for the k largest: biased."""
+    """1 for the k rows with the largest norms, else 0: biased."""
     return torch.zeros_like(norms).scatter(1, norms.topk(k).indices, 1.0)
 
 
@@ -66,27 +68,28 @@ CHOICES: dict[str, Callable[[Tensor, int, Generator], Tensor]] = {"norm": weighe
 
 
 class Draw:
-    """How often rows count; class and register tokens, the first ``prefix``, once. Draws depend on ``step`` alone."""
+    """Draws the weights of rows, as a function of ``step`` alone. The first ``prefix`` rows of a sample (class and
+    register tokens) have weight 1."""
 
     def __init__(self, ratio: float, by: str, prefix: int) -> None:
         self.ratio, self.choice, self.prefix = ratio, CHOICES[by], prefix
         self.step, self.batch, self.random = 0, 0, Generator()
 
     def __call__(self, model: nn.Module, args: tuple[Tensor, ...]) -> None:
-        """A forward begins."""
+        """Forward pre-hook: begin the next step."""
         self.batch = len(args[0])
         self.random.manual_seed(self.step)
         self.step += 1
 
     def counts(self, norms: Tensor) -> Tensor:
-        """In the shape of the rows' norms, of which samples come first."""
+        """The weights of rows, in the shape of their norms, whose first dimension is the samples."""
         flat = norms.reshape(self.batch, -1)[:, self.prefix :]
         counts = self.choice(flat, samplers.count("random", flat.shape[1:], self.ratio), self.random)
         return F.pad(counts, (self.prefix, 0), value=1.0).to(norms.dtype).view_as(norms)
 
 
 class OfBlock(torch.autograd.Function):
-    """The output y of a block: W dy goes through it, the rest of dy around it, to its input."""
+    """Identity on the output y of a block with input x: W dy goes back through the block, (1 − W) dy around it to x."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, draw: Draw, channels: int) -> Tensor:
@@ -100,7 +103,7 @@ class OfBlock(torch.autograd.Function):
 
 
 class OfWeight(torch.autograd.Function):
-    """The output y of a linear layer: dy goes on as it is, and the weight gets ((W − 1) dy)ᵀ x more."""
+    """Identity on the output y of a linear layer: dy passes unchanged, the weight gets ((W − 1) dy)ᵀ x in addition."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, weight: Tensor, draw: Draw) -> Tensor:

@@ -1,9 +1,9 @@
 """The contest: accuracy of arms on the same models, data and seeds, at equal epochs and at equal time.
 
-Every arm trains for each number of epochs, with the schedule of that length. Between the lengths of a run its accuracy
-follows a polynomial in the logarithm, of three lengths a parabola: so steps' times, measured one run at a time
-(``speed.py``), give accuracy at equal time. Arms that train the same model as full backpropagation have its accuracy in
-their own time; with the first seed they may run, to show it.
+Every arm trains for each number of epochs, with the schedule of that length. Between these lengths accuracy is
+interpolated by a polynomial in log(epochs), a parabola if there are three. With the step times that ``speed.py``
+measures one run at a time, this gives accuracy at equal time. Arms that train the same model as full backpropagation
+have its accuracy in their own time; they run with the first seed at most, to show that.
 """
 
 import math
@@ -19,11 +19,11 @@ from .training import Place, Row, Run, Settings, prepared, train
 
 REACH = 1.4
 Curve = dict[int, float]
-"""accuracy by the number of epochs that a run had"""
+"""Number of epochs of a run -> its accuracy."""
 
 
 def jobs(plan: Plan) -> list[Run]:
-    """Everything with the first seed, then with the next: what is stopped early has pairs."""
+    """All runs of the first seed, then of the next, so that a contest that is stopped early has complete pairs."""
     return [
         Run(model, arm, seed, longest, lr, drop_path, tuple(shorter))
         for seed in range(plan.seeds)
@@ -41,8 +41,8 @@ def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
 
 
 def tried(rows: list[Row], study: str = "contest") -> dict[tuple[str, str], dict[Tuned, dict[int, Curve]]]:
-    """(model, arm) -> learning rate, stochastic depth -> seed -> curve. Of the same length in several runs the newest
-    counts."""
+    """(model, arm) -> (learning rate, stochastic depth) -> seed -> curve. If several runs had the same length, the
+    newest counts."""
     found: dict[tuple[str, str], dict[Tuned, dict[int, Curve]]] = {}
     for row in results.of(rows, study, "accuracy"):
         of_arm = found.setdefault((row["model"], row["arm"]), {})
@@ -51,8 +51,8 @@ def tried(rows: list[Row], study: str = "contest") -> dict[tuple[str, str], dict
 
 
 def tuned(rows: list[Row], study: str = "contest") -> dict[tuple[str, str], Tuned]:
-    """(model, arm) -> the learning rate and stochastic depth that suit it best: by the mean at the greatest length, of
-    those that have the most seeds there."""
+    """(model, arm) -> the best learning rate and stochastic depth: those that reach the greatest length, among them
+    those with the most seeds there, and of these the ones with the highest mean."""
 
     def rank(seeds: dict[int, Curve]) -> tuple[int, int, float]:
         longest = max(max(curve) for curve in seeds.values())
@@ -63,14 +63,15 @@ def tuned(rows: list[Row], study: str = "contest") -> dict[tuple[str, str], Tune
 
 
 def curves(rows: list[Row], study: str = "contest") -> dict[tuple[str, str], dict[int, Curve]]:
-    """(model, arm) -> seed -> curve, with what suits the arm best."""
+    """(model, arm) -> seed -> curve, with the learning rate and stochastic depth that are best for the arm."""
     found = tried(rows, study)
     return {key: found[key][best] for key, best in tuned(rows, study).items()}
 
 
 def at(curve: Curve, epochs: float) -> float | None:
-    """Between the lengths that were run, on the polynomial in log(epochs) through all; None beyond them. Curves bend:
-    on lines arms near a length would win."""
+    """Accuracy between the lengths that were run, on the polynomial in log(epochs) through all of them; None outside.
+
+    Curves bend, so linear interpolation would favour arms whose epochs are near a length that was run."""
     if not min(curve) <= epochs <= max(curve):
         return None
 
@@ -82,20 +83,20 @@ def at(curve: Curve, epochs: float) -> float | None:
 
 
 def shared(curves: Iterable[Curve]) -> set[int]:
-    """The lengths that all of the longest ones have."""
+    """The lengths that all of those curves have that reach the greatest length."""
     lengths = [set(curve) for curve in curves]
     longest = max(map(max, lengths))
     return set.intersection(*(its for its in lengths if longest in its))
 
 
 def budgets(lengths: set[int]) -> list[float]:
-    """Three times, in epochs of full backpropagation: arms up to REACH times as fast or slow can be compared."""
+    """Three budgets of time, in epochs of full backpropagation, for arms up to REACH times as fast or as slow."""
     low, high = REACH * min(lengths), max(lengths) / REACH
     return [low, math.sqrt(low * high), high] if low < high else []
 
 
 def pairs_of(found: dict[tuple[str, str], dict[int, Curve]], model: str, arm: str) -> dict[int, list[float]]:
-    """epochs -> differences to full backpropagation, pair by pair"""
+    """epochs -> paired differences to full backpropagation, one per seed"""
     full, pairs = found.get((model, FULL), {}), dict[int, list[float]]()
     for seed, curve in sorted(found[model, arm].items()):
         for length in sorted(curve.keys() & full.get(seed, {}).keys()):
@@ -116,8 +117,7 @@ def equal_epochs(rows: list[Row]) -> str:
 
 
 class Fit(NamedTuple):
-    """An arm in a budget: the epochs that fit, accuracy by seed, and how many times the memory of full backpropagation
-    it takes."""
+    """An arm in a budget of time: the epochs that fit, accuracy by seed, memory relative to full backpropagation."""
 
     model: str
     budget: float
@@ -128,7 +128,7 @@ class Fit(NamedTuple):
 
 
 def at_equal_time(rows: list[Row]) -> list[Fit]:
-    """Budget by budget, in epochs of full backpropagation, of the models and arms that were timed."""
+    """The fits of all models and arms that were timed, budget by budget (in epochs of full backpropagation)."""
     found, fits = curves(rows), []
     speeds = {(row["model"], row["arm"]): row for row in results.of(rows, "speed", "ms")}
     for model in dict.fromkeys(model for model, _ in found):
@@ -145,14 +145,14 @@ def at_equal_time(rows: list[Row]) -> list[Fit]:
 
 
 def against(fits: list[Fit], its: Fit, bar: str) -> list[float]:
-    """Pair by pair, the difference to another arm in the same budget."""
+    """Paired differences to another arm, ``bar``, in the same budget."""
     others = next((other.values for other in fits if (other.arm, *other[:2]) == (bar, *its[:2])), {})
     return [value - others[seed] for seed, value in its.values.items() if seed in others]
 
 
 def equal_time(rows: list[Row]) -> str:
-    """Of every budget, in epochs of full backpropagation: the epochs that fit, the mean accuracy, and the paired
-    differences to full and exact gradients."""
+    """A table of what every arm reaches in each budget: the epochs that fit, mean accuracy, and paired differences to
+    full backpropagation and to exact gradients."""
     fits, cells = at_equal_time(rows), []
     for its in fits:
         accuracy = f"{mean(its.values.values()):.2f}" if its.values else "–"
@@ -166,7 +166,7 @@ def equal_time(rows: list[Row]) -> str:
 
 
 def fitting(speeds: dict[tuple[str, str], Row], model: str, budget: float) -> dict[str, float]:
-    """arm -> epochs in the time of so many of full backpropagation"""
+    """arm -> the number of epochs that fit into the time of ``budget`` epochs of full backpropagation"""
     times = {arm: row["ms"] * row["steps"] for (its, arm), row in speeds.items() if its == model}
     return {arm: budget * times[FULL] / time for arm, time in times.items()}
 
@@ -174,7 +174,7 @@ def fitting(speeds: dict[tuple[str, str], Row], model: str, budget: float) -> di
 def by_seed(
     found: dict[tuple[str, str], dict[int, Curve]], model: str, arm: str, lengths: set[int], epochs: float
 ) -> dict[int, float]:
-    """Accuracy after so many epochs, of the seeds that have all of these lengths."""
+    """seed -> accuracy after so many epochs, for seeds that have all of these lengths."""
     seeds = found.get((model, ARMS[arm].same or arm), {})
     whole = {seed: {its: curve[its] for its in lengths} for seed, curve in seeds.items() if lengths <= set(curve)}
     values = {seed: at(curve, epochs) for seed, curve in whole.items()}

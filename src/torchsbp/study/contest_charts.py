@@ -1,4 +1,4 @@
-"""Figures of the contest: accuracy over time; what arms lose or gain against full backpropagation, with intervals."""
+"""Figures of the contest: accuracy over time, and differences to full backpropagation with intervals."""
 
 from collections.abc import Mapping, Sequence
 from statistics import mean
@@ -12,13 +12,13 @@ from .models import TITLES
 from .training import Row
 
 ENOUGH = 3
-"""pairs: the interval of two is wider than any figure"""
+"""Pairs that a difference needs to be drawn: the interval of two is wider than any figure."""
 Differences = dict[str, dict[str, list[float]]]
-"""arm -> where they were compared -> differences, pair by pair"""
+"""arm -> where it was compared -> paired differences"""
 
 
 def drawings(rows: list[Row]) -> dict[str, list[Drawing]]:
-    """Of every model: accuracy over time, and differences at equal epochs and at equal time."""
+    """For every model: accuracy over time, and differences at equal epochs and at equal time."""
     panels = []
     for model in dict.fromkeys(model for model, _ in curves(rows)):
         panels += [over_time(model, rows), at_epochs(model, rows)]
@@ -26,13 +26,13 @@ def drawings(rows: list[Row]) -> dict[str, list[Drawing]]:
 
 
 def numbers_of(rows: list[Row]) -> dict[str, int]:
-    """An arm looks the same in all panels."""
+    """arm -> its number, so that it looks the same in all panels."""
     first = [FULL, *(arm for arm, its in ARMS.items() if its.same)]
     return {arm: i for i, arm in enumerate(dict.fromkeys([*first, *(arm for _, arm in curves(rows))]))}
 
 
 def over_time(model: str, rows: list[Row]) -> Drawing:
-    """Accuracy of the arms that were timed; without times, over epochs."""
+    """Accuracy over the time of training, for the arms that were timed; if none was, over epochs, for all arms."""
     found = curves(rows)
     speeds = [row for row in results.of(rows, "speed", "ms") if row["model"] == model]
     seconds = {row["arm"]: row["ms"] * row["steps"] / 1000 for row in speeds}
@@ -43,7 +43,7 @@ def over_time(model: str, rows: list[Row]) -> Drawing:
 
 
 def means(seeds: dict[int, Curve], unit: float) -> list[tuple[float, float]]:
-    """Of every length, in that unit of an epoch: the mean over seeds."""
+    """Points (length · unit, mean accuracy over seeds), where ``unit`` is the size of an epoch on the axis."""
     lengths = sorted({length for curve in seeds.values() for length in curve})
     return [(length * unit, mean(its[length] for its in seeds.values() if length in its)) for length in lengths]
 
@@ -58,7 +58,7 @@ def at_epochs(model: str, rows: list[Row]) -> Drawing:
 
 
 def in_time(rows: list[Row], clock: str) -> list[Drawing]:
-    """Differences at equal time, of the models that have pairs enough; ``clock``: whose steps were timed."""
+    """Differences at equal time, for models that have enough pairs; ``clock`` says whose steps were timed."""
     fits, panels = at_equal_time(rows), []
     for model in dict.fromkeys(its.model for its in fits):
         mine = [its for its in fits if its.model == model]
@@ -75,7 +75,7 @@ def by_arm(fits: list[Fit], mine: Sequence[Fit]) -> Differences:
 
 
 def differences(title: str, pairs: Differences, numbers: Mapping[str, int]) -> Drawing:
-    """Means with 95 % intervals, arm beside arm."""
+    """Means with 95 % intervals, the arms side by side."""
     known = {arm: {name: values for name, values in its.items() if len(values) >= ENOUGH} for arm, its in pairs.items()}
     arms = [arm for arm, its in known.items() if its]
     names = sorted({name for its in known.values() for name in its}, key=lambda name: float(name.split()[0]))

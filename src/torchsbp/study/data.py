@@ -1,4 +1,4 @@
-"""Images and labels of a study, and the batches that are made of them."""
+"""Images and labels of a study, and the batches made from them."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +15,7 @@ KEYS = ("x_train", "y_train", "x_test", "y_test")
 
 
 def read(path: Path, images: int = 0) -> list[Tensor]:
-    """The arrays of a file, which are what they should be."""
+    """Read and check the arrays of a file: the first ``images`` of them (and a fifth as many to test), or all if 0."""
     import numpy as np
 
     try:
@@ -50,8 +50,8 @@ class Data:
     @classmethod
     @lru_cache(maxsize=1)
     def load(cls, path: Path, images: int = 0) -> "Data":
-        """From an .npz file with images ``[N, H, W, 3]`` or clips ``[N, T, H, W, 3]``, to the GPU if there is one. What
-        one process loads again it has."""
+        """Read an .npz file with images ``[N, H, W, 3]`` or clips ``[N, T, H, W, 3]``, onto the GPU if there is one.
+        The last result is cached."""
         tensors = read(path, images)
         ready = [t.movedim(-1, 1).contiguous() if t.dim() > 1 else t.long() for t in tensors]
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -63,12 +63,12 @@ class Data:
         return self.x_train.device
 
     def batch(self, chosen: Tensor, augment: Augment, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Those images, augmented by the numbers, around 0; targets ``[B, classes]``."""
+        """The chosen images, augmented by the random numbers and shifted to [-0.5, 0.5]; targets ``[B, classes]``."""
         x, targets = augment(self.x_train[chosen].float() / 255, self.y_train[chosen], self.classes, numbers)
         return x - 0.5, targets
 
     def any_batch(self, size: int, augment: Augment, number: int = 0) -> tuple[Tensor, Tensor]:
-        """The same one every time, for every number another."""
+        """A random batch that depends on ``number`` alone."""
         generator = Generator().manual_seed(number)
         chosen = torch.randperm(len(self.x_train), generator=generator)[:size]
         numbers = torch.rand(NUMBERS, len(chosen), generator=generator)

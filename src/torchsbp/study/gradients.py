@@ -1,9 +1,9 @@
 """Gradients at fixed weights: how far an arm's are from those of full backpropagation, and why.
 
-Of M masks with gradients g, and the full gradient f: the cosine of g and f and |g| / |f| in the mean, the bias
-|E g − f|² / |f|² and the variance E|g − E g|² / |f|², both estimated without bias; layer by layer. Beside them the
-noise E|f − E f|² / |f|² of full gradients of M other batches, which training has anyway: what sampling adds is little
-where it is a small share of that.
+Layer by layer, M masks give gradients g, which are compared with the full gradient f: the mean cosine of g and f, the
+mean of |g| / |f|, the bias |E g − f|² / |f|² and the variance E|g − E g|² / |f|², both estimated without bias. Beside
+them stands the noise E|f − E f|² / |f|² of the full gradients of M other batches. Training has that noise anyway, so
+what sampling adds matters little where it is a small share of it.
 """
 
 import copy
@@ -33,7 +33,7 @@ Gradients = dict[str, Tensor]
 
 
 def jobs(plan: Plan) -> list[Run]:
-    """Arms that take gradients of the same loss, of every grid or as given."""
+    """The arms of all grids, or those given, that have options: they differentiate the same loss."""
     return [
         Run(model, arm, epochs=plan.lengths(model)[-1])
         for model in plan.models
@@ -43,8 +43,8 @@ def jobs(plan: Plan) -> list[Run]:
 
 
 def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
-    """One row: the four numbers of every layer and the noise of batches, at the weights that full backpropagation
-    reaches, and how accurate these are."""
+    """Yield one row: the four numbers of every layer and the noise of batches, at the weights that full backpropagation
+    reaches, and the accuracy of these weights."""
     data, arm = Data.load(place.data, settings.images), ARMS[run.arm]
     plain, reached, full, noise = exact(run.model, run.epochs, settings, place)
     x, targets = data.any_batch(settings.batch, settings.augment)
@@ -61,8 +61,8 @@ def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
 
 
 class Exact(NamedTuple):
-    """What all arms of a model are compared with: the model and its accuracy, the full gradient of a batch, and, layer
-    by layer, the noise of such gradients."""
+    """What all arms of a model are compared with: the trained model and its accuracy, the full gradient of a batch, and
+    the noise of such gradients in every layer."""
 
     model: nn.Module
     accuracy: float
@@ -72,10 +72,10 @@ class Exact(NamedTuple):
 
 @lru_cache(maxsize=1)
 def exact(model: str, epochs: int, settings: Settings, place: Place) -> Exact:
-    """Arms of a model come one after the other: it is made once for them."""
+    """Cached, as the arms of a model come one after the other."""
     data = Data.load(place.data, settings.images)
     plain = trained(model, settings, data, place.out, epochs)
-    reached = accuracy(plain, data, settings.batch)  # first: a batch norm's statistics change with forward passes
+    reached = accuracy(plain, data, settings.batch)  # before all else: forward passes change a batch norm's statistics
     numbers = range(settings.masks + 1)
     full, *others = (by_layer(plain, *data.any_batch(settings.batch, settings.augment, number)) for number in numbers)
     noise = {layer: statistics([its[layer] for its in others], its_full)[-1] for layer, its_full in full.items()}
@@ -83,7 +83,7 @@ def exact(model: str, epochs: int, settings: Settings, place: Place) -> Exact:
 
 
 def by_layer(model: nn.Module, x: Tensor, targets: Tensor) -> Gradients:
-    """The gradient of each layer's parameters as one vector; stochastic depth drops the same branches every time."""
+    """The gradient of each layer's parameters as one vector. Stochastic depth drops the same branches in every call."""
     model.zero_grad()
     torch.manual_seed(0)
     F.cross_entropy(model(x), targets).backward()
@@ -96,7 +96,7 @@ def by_layer(model: nn.Module, x: Tensor, targets: Tensor) -> Gradients:
 
 
 def statistics(found: Sequence[Tensor], full: Tensor) -> list[float]:
-    """Cosine, norm, bias and variance of one layer's gradients with so many masks."""
+    """Return the numbers of KEYS for one layer: ``found`` has its gradients, one for each mask (or batch)."""
     g, size, n = torch.stack(list(found)), full.square().sum().clamp(min=1e-30), len(found)
     middle = g.mean(0)
     variance = (g - middle).square().sum() / max(1, n - 1)
@@ -107,7 +107,7 @@ def statistics(found: Sequence[Tensor], full: Tensor) -> list[float]:
 
 
 def by_block(row: Row) -> list[list[float]]:
-    """The four numbers of every block: means over its layers."""
+    """The four numbers of every block, as means over its layers."""
     found = []
     for block in row["blocks"]:
         layers = [values for layer, values in row["layers"].items() if layer.startswith(f"{block}.")]
@@ -116,8 +116,8 @@ def by_block(row: Row) -> list[list[float]]:
 
 
 def table(rows: list[Row]) -> str:
-    """Arm by arm: the layer with the lowest cosine, and means over layers; where the noise of batches was measured,
-    what an arm adds to that, and the layer with the most."""
+    """One line per arm: the layer with the lowest cosine, and means over layers. If the noise of batches was measured,
+    also what the arm adds to it, and the layer where it adds most."""
     cells, measured = [], results.of(rows, "gradients", "layers")
     with_noise = any("noise" in row for row in measured)
     for row in measured:
@@ -130,7 +130,7 @@ def table(rows: list[Row]) -> str:
 
 
 def added(row: Row) -> str:
-    """What an arm adds to the noise of batches: over layers, in the mean and at most."""
+    """What an arm adds to the noise of batches: the mean over layers, and the layer where it is most."""
     if "noise" not in row:
         return "–"
     found = shares(row)
@@ -139,7 +139,7 @@ def added(row: Row) -> str:
 
 
 def shares(row: Row) -> dict[str, float]:
-    """Layer by layer: bias and variance of an arm over the noise of batches."""
+    """layer -> (bias + variance) of an arm, relative to the noise of batches"""
     return {
         layer: (bias + variance) / row["noise"][layer]
         for layer, (_, _, bias, variance) in row["layers"].items()
@@ -148,12 +148,12 @@ def shares(row: Row) -> dict[str, float]:
 
 
 FLOOR = 1e-6
-"""what is less is rounding, and drawn there"""
+"""Smaller numbers are rounding errors; they are drawn here."""
 
 
 def drawings(rows: list[Row]) -> dict[str, list[Drawing]]:
-    """A sheet per model, and a row for every grid: the cosine over depth; bias and variance of its arms, all on one
-    axis."""
+    """One sheet per model with one row per grid: the cosine over depth, and the bias and variance of the grid's arms.
+    The latter share one axis."""
     sheets: dict[str, list[Drawing]] = {}
     found = {(row["model"], row["arm"]): row for row in results.of(rows, "gradients", "layers")}
     for model in dict.fromkeys(model for model, _ in found):
@@ -197,7 +197,7 @@ CLAIMS = [
     ("6", PYRAMID, "uniform ratios correlate better than decreasing ones", ("grid 0.5", "decreasing")),
     ("8", PYRAMID, "grid masks correlate better than random ones", ("grid 0.5", "random 0.5")),
 ]
-"""figure of the paper, models, what it finds, and of which arms the first has the higher cosine then"""
+"""(figure of the paper, models, its finding, two arms): if it holds, the first arm has the higher cosine."""
 
 
 def findings(rows: list[Row]) -> list[Finding]:

@@ -1,7 +1,7 @@
-"""The papers' code for Drop QKV, to compare with: Algorithm 1 around whole attention layers.
+"""The papers' code for Drop QKV, for comparison: Algorithm 1 around whole attention layers.
 
-Kept tokens attend to kept tokens, dropped ones to dropped ones, so the forward pass is another one in training. The
-product's rule "qkv" has the full softmax (docs/method.md, section 7).
+Kept tokens attend to kept tokens and dropped tokens to dropped ones, so the forward pass differs in training. The
+library's rule "qkv" has the full softmax (docs/method.md, section 7).
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from ..sampling.keys import draw_key
 
 
 class Draw:
-    """The kept tokens of a step, the class token among them; the first block of a forward draws."""
+    """The kept tokens of a step, the class token among them. As the model's forward pre-hook it draws them anew."""
 
     def __init__(self, side: int, ratio: float, sampler: str) -> None:
         self.side, self.ratio, self.sampler, self.step = side, ratio, sampler, 0
@@ -29,7 +29,7 @@ class Draw:
 
 
 class Apart(nn.Module):
-    """Another module on kept tokens with gradients, on the others without."""
+    """Runs a module on kept tokens with gradients, and on the others without."""
 
     def __init__(self, inner: nn.Module, draw: Draw) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Apart(nn.Module):
 
 
 def apply_local(model: nn.Module, keep_ratio: float, sampler: str = "grid", share: float = 2 / 3) -> Draw:
-    """In place, on the last blocks of a ViT with a class token; what is returned has the ``step`` to set."""
+    """Patch, in place, the last blocks of a ViT with a class token. Return the draw, whose ``step`` can be set."""
     blocks: Any = model.blocks
     draw = Draw(round(model.patch_embed.num_patches**0.5), keep_ratio, sampler)  # type: ignore[union-attr, operator, arg-type]
     model.register_forward_pre_hook(draw)

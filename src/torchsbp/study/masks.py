@@ -1,4 +1,4 @@
-"""The masks of five steps: what is kept, and how soon every position has been."""
+"""The masks of five steps: which positions are kept, and how soon every position has been kept once."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ def jobs(plan: Plan) -> list[Run]:
 
 
 def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
-    """One row: the kept patches of every step, at a ratio of one half."""
+    """Yield one row: the kept patches of every step, at a keep-ratio of one half."""
     model = build("vit", "toy", 4 * SIDE, 10).train()
     apply(model, keep_ratio=0.5, sampler=run.arm)
     steps = []
@@ -31,7 +31,7 @@ def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
 
 
 def seen(row: Row, steps: int) -> float:
-    """The share of positions that were kept in one of the first steps."""
+    """The share of positions that were kept in at least one of the first ``steps`` steps."""
     return len({position for its in row["kept"][:steps] for position in its}) / SIDE**2
 
 
@@ -48,7 +48,7 @@ def drawings(rows: list[Row]) -> dict[str, list[Drawing]]:
 
 
 def drawing(row: Row) -> Drawing:
-    """Step after step, kept patches filled."""
+    """The masks of all steps side by side, kept patches filled."""
     parts, cell, gap = [], 6.5, 9
     left = (WIDTH - STEPS * SIDE * cell - (STEPS - 1) * gap) / 2
     for number, positions in enumerate(row["kept"]):

@@ -15,14 +15,14 @@ TITLES = {
     "vit": "ViT", "hybrid": "hybrid ViT", "pooled": "hybrid ViT, pooled", "convnext": "ConvNeXt",
     "convnext2": "ConvNeXt, coarse stem", "swin": "Swin", "video": "Video Swin",
 }  # fmt: skip
-"""of models, in figures"""
+"""Names of models in figures."""
 Sizes = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is built of (image size, classes, its sizes, further options); its learning rate for batches of 256,
-    by optimizer; sizes by name."""
+    """``build`` makes a model of (image size, number of classes, sizes, further options). ``lr`` has the learning rate
+    for batches of 256, by optimizer; ``sizes`` has the options of every size, by name."""
 
     build: Callable[..., nn.Module]
     lr: dict[str, float]
@@ -36,8 +36,8 @@ def vit(image: int, classes: int, **options: Any) -> nn.Module:
 
 
 class Stem(nn.Sequential):
-    """Convolutions of 3 × 3 pixels from the image's colours to these widths, the second with a stride: small models
-    learn sooner behind it than behind a cut into patches."""
+    """3 × 3 convolutions from the image's colours to these widths, the second one with the stride. Small models learn
+    faster behind a stem than directly on patches."""
 
     def __init__(self, widths: Sequence[int], stride: int) -> None:
         layers: list[nn.Module] = []
@@ -49,7 +49,7 @@ class Stem(nn.Sequential):
 
 
 def behind(stem: Sequence[int], stride: int) -> Any:
-    """Makes the embedding of patches of what a stem makes of the image."""
+    """Return a constructor of patch embeddings that cut the output of a stem into patches."""
     from timm.layers import HybridEmbed
 
     def embed(img_size: int, patch_size: int, embed_dim: int, output_fmt: str = "NLC", **unused: Any) -> nn.Module:
@@ -69,28 +69,28 @@ def hybrid(image: int, classes: int, embed_dim: int, **options: Any) -> nn.Modul
 
 
 def pooled(image: int, classes: int, embed_dim: int, **options: Any) -> nn.Module:
-    """The same, read at the mean of its positions instead of a class token."""
+    """The hybrid ViT, with the mean over positions in place of a class token."""
     return hybrid(image, classes, embed_dim, global_pool="avg", class_token=False, **options)
 
 
 def convnext(image: int, classes: int, dims: Sequence[int], **options: Any) -> nn.Module:
-    """Behind a stem."""
+    """A ConvNeXt behind a stem."""
     result = patched_convnext(image, classes, patch=1, scale=1.0, dims=dims, **options)
     result.stem = Stem((dims[0] // 2, dims[0]), max(1, image // 32))
     return result
 
 
 def patched_convnext(image: int, classes: int, patch: int = 2, scale: float = 1e-6, **options: Any) -> nn.Module:
-    """As for large images. From patches of 2 pixels timm's first stage goes on to 4, so that the mask of stage 3 is
-    drawn on 2×2 cells."""
+    """A ConvNeXt built as for large images. Its patches have 2 pixels, and timm's first stage goes on to 4, so that the
+    mask of stage 3 is drawn on 2×2 cells."""
     from timm.models.convnext import ConvNeXt
 
     return ConvNeXt(num_classes=classes, patch_size=patch * max(1, image // 32), ls_init_value=scale, **options)
 
 
 def swin(image: int, classes: int, embed_dim: int, **options: Any) -> nn.Module:
-    """Behind a stem. Stages have the sides of the ConvNeXt's, the third 8 of 32 pixels: of fewer positions a sampled
-    share says little."""
+    """A Swin behind a stem. Its stages have the ConvNeXt's side lengths, the third one 8 for images of 32 pixels: with
+    fewer positions a sampled share would say little."""
     from timm.models.swin_transformer import SwinTransformer
 
     stem = behind((embed_dim // 2, embed_dim), 1)

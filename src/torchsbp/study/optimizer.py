@@ -1,8 +1,8 @@
-"""Muon for matrices and AdamW for the rest, or AdamW for all. Rates are a tensor: steps are replayed from CUDA graphs.
+"""Muon for matrices and AdamW for the rest, or AdamW for all.
 
-Muon (Jordan, 2024) takes for a matrix of gradients the nearest orthogonal one. Small models from scratch need fewer
-epochs with it, which studies can do with. PyTorch's takes a number for the rate, and matrices one by one; here those of
-one shape, and a model has few shapes, go together.
+Muon (Jordan, 2024) replaces a matrix of gradients by the nearest orthogonal one. Small models from scratch need fewer
+epochs with it. PyTorch's Muon takes the learning rate as a number and matrices one by one. Here the rate is a tensor,
+as steps are replayed from CUDA graphs, and matrices of one shape are updated together: a model has few shapes.
 """
 
 from collections.abc import Iterable
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 OPTIMIZERS = ("muon", "adamw")
-MOMENTUM, RMS = 0.95, 0.2  # an update has AdamW's size, so a rate means the same
+MOMENTUM, RMS = 0.95, 0.2  # RMS: updates are as large as AdamW's, so rates are comparable
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""coefficients of x, x³ and x⁵ for singular values: five times, and all are between 0.7 and 1.2"""
+"""Coefficients of x, x³ and x⁵. Applied five times, the polynomial brings singular values to between 0.7 and 1.2."""
 
 
 class Muon(Optimizer):
@@ -42,7 +42,7 @@ class Muon(Optimizer):
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """About the nearest orthogonal matrix of each ``[n, rows, columns]``, by Newton and Schulz's iteration."""
+    """Approximate the nearest orthogonal matrix of each in ``[n, rows, columns]``, by the Newton-Schulz iteration."""
     linear, cubic, quintic = NEWTON_SCHULZ
     tall = x.shape[-2] > x.shape[-1]
     y = (x.mT if tall else x).bfloat16()
@@ -55,8 +55,8 @@ def orthogonal(x: Tensor) -> Tensor:
 
 
 def optimizers(name: str, model: nn.Module, rate: Tensor, weight_decay: float) -> list[Optimizer]:
-    """Vectors (biases, norms, scales) do not decay. Muon leaves the classifier, tokens, positions and depthwise
-    convolutions, which are no maps between features, to AdamW."""
+    """The optimizers of a model. Vectors (biases, norms, scales) do not decay. The classifier, tokens, positions and
+    depthwise convolutions are not maps between features and are left to AdamW."""
     matrices = features(model) if name == "muon" else []
     known = set(map(id, matrices))
     rest = [its for its in model.parameters() if id(its) not in known]
@@ -69,7 +69,7 @@ def optimizers(name: str, model: nn.Module, rate: Tensor, weight_decay: float) -
 
 
 def features(model: nn.Module) -> list[Tensor]:
-    """Weights that map features to features."""
+    """The weights that map features to features."""
     classifier = getattr(model, "head", None)
     head = set() if classifier is None else set(classifier.modules())
     layers = [its for its in model.modules() if isinstance(its, nn.Linear | nn.Conv2d) and its not in head]

@@ -7,14 +7,17 @@ from itertools import product
 from .arms import ARMS, FULL, enters, of_grids
 
 Tuned = tuple[float, float]
-"""learning rate (times the model's own) and stochastic depth"""
+"""(learning rate, times the model's own; stochastic depth)"""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """``arms`` is empty: those of the study. ``epochs`` by model, of all others under "" (40). ``lr`` and ``drop_path``
-    are lists: every combination runs. ``tuned``: what suits (model, arm) best so far; ``lr`` multiplies it, and
-    ``drop_path`` is then the best one if it is empty."""
+    """Which runs a study makes.
+
+    - ``arms``: if empty, those of the study. ``epochs``: by model, for all others under "" (default 40).
+    - ``lr`` and ``drop_path``: every combination runs. ``tuned``: the best setting of (model, arm) so far. ``lr``
+      multiplies its rate, and an empty ``drop_path`` stands for its stochastic depth.
+    """
 
     models: tuple[str, ...]
     arms: tuple[str, ...] = ()
@@ -25,19 +28,19 @@ class Plan:
     tuned: Mapping[tuple[str, str], Tuned] = field(default_factory=dict)
 
     def arms_of(self, model: str) -> list[str]:
-        """The arms that a model enters, those of the contest unless others are given."""
+        """The given arms, or those of the contest, that are made for a model."""
         return [arm for arm in self.arms or CONTEST if enters(model, arm)]
 
     def grids_of(self, model: str) -> list[str]:
-        """Those given, or all of the grids."""
+        """The arms of all grids; if some are given, only these."""
         return [arm for arm in of_grids(model) if not self.arms or arm in self.arms]
 
     def lengths(self, model: str) -> tuple[int, ...]:
-        """Numbers of epochs, the greatest last."""
+        """Numbers of epochs, in ascending order."""
         return tuple(sorted(set(self.epochs.get(model) or self.epochs.get("", (40,)))))
 
     def settings(self, model: str, arm: str) -> list[Tuned]:
-        """What is tried. An arm that was not tuned yet begins from full backpropagation's."""
+        """The settings to try. An arm that is not tuned yet starts from those of full backpropagation."""
         lr, drop_path = self.tuned.get((model, ARMS[arm].same or arm)) or self.tuned.get((model, FULL), (1.0, 0.0))
         return list(product((factor * lr for factor in self.lr), self.drop_path or (drop_path,)))
 

@@ -1,7 +1,6 @@
-"""Several runs at once on one device, in processes; what they report comes as it is found.
+"""Several runs at once on one device, in processes that report rows as they find them.
 
-A process takes run after run, of those that are left one of the same model and arm if there is: it has what they
-share already.
+A process takes one run after the other. It prefers one of the same model and arm, as it already has what they share.
 """
 
 import multiprocessing
@@ -19,7 +18,7 @@ Work = Callable[[Run, Settings, Place], Iterator[Row]]
 
 
 def reported(work: Work, run: Run, settings: Settings, place: Place) -> Iterator[Row]:
-    """Row after row, at last that it is done, or why it failed."""
+    """Yield the rows of a run, then a row that says that it is done, or why it failed."""
     try:
         yield from work(run, settings, place)
         yield {"done": True}
@@ -30,7 +29,7 @@ def reported(work: Work, run: Run, settings: Settings, place: Place) -> Iterator
 
 
 def work_on(pipe: Connection, work: Work, settings: Settings, place: Place) -> None:
-    """In the child: the runs that it is given, until it is given None or one fails, which may leave a GPU unusable."""
+    """The child's loop: do runs from the pipe until it gives None or a run fails, which may leave a GPU unusable."""
     while (run := pipe.recv()) is not None:
         for row in reported(work, run, settings, place):
             pipe.send(row)
@@ -58,7 +57,7 @@ class Child:
         self.pipe.send(run)
 
     def row(self) -> Row | None:
-        """What it says next; None, or why it failed, when it has ``ended``."""
+        """The child's next row. When it has ``ended``: None, or a row that says why it failed."""
         try:
             row: Row | None = self.pipe.recv()
         except EOFError:
@@ -69,7 +68,7 @@ class Child:
 
 
 def next_of(left: list[Run], run: Run | None = None) -> Run:
-    """Taken from those that are left: the first that is like the run before, or the first."""
+    """Take out of ``left`` the first run that is like ``run``, or else the first."""
 
     def kind(its: Run) -> tuple[str, str, float]:
         return its.model, its.arm, its.drop_path
@@ -81,8 +80,9 @@ def next_of(left: list[Run], run: Run | None = None) -> Run:
 def execute(
     work: Work, runs: Sequence[Run], settings: Settings, place: Place, jobs: int, seconds: float
 ) -> Iterator[Row]:
-    """Rows with their run. After so many seconds nothing new begins, and what still runs is ended. Without ``jobs``
-    everything runs here, one after the other, to its end."""
+    """Yield the rows of all runs, labelled with their run, from ``jobs`` processes. After ``seconds`` none is started,
+    and those that still run are stopped. With ``jobs=0`` they run in this process, one after the other, to their end.
+    """
     left, end = list(runs), time.monotonic() + seconds
     if not jobs:
         for run in takewhile(lambda _: time.monotonic() < end, runs):

@@ -1,4 +1,4 @@
-"""Results of studies: lines of JSON, what is known of numbers from several seeds, and tables."""
+"""Results of studies: lines of JSON, statistics over several seeds, and tables."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 Row = dict[str, Any]
 STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
-"""of two-sided 95 % intervals, for 1, 2, … degrees of freedom; the last is a little wide for more"""
+"""Student's t of two-sided 95 % intervals, for 1, 2, … degrees of freedom. The last is used for more: a little wide."""
 
 
 class Finding(NamedTuple):
-    """What a paper found, what we find, and whether that agrees; None: not to be told from these results."""
+    """What a paper found, what we find, and whether they agree; None if these results can not tell."""
 
     figure: str
     paper: str
@@ -21,12 +21,12 @@ class Finding(NamedTuple):
 
 
 def above(better: float, worse: float, margin: float) -> bool | None:
-    """None: too close to be told."""
+    """Whether ``better`` is above ``worse``; None if they are closer than the margin."""
     return None if abs(better - worse) < margin else better > worse
 
 
 def read(folder: Path) -> list[Row]:
-    """The rows of all studies in a folder; a line that was cut short is left out."""
+    """The rows of all studies in a folder, without lines that were cut short."""
     rows = []
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -38,13 +38,13 @@ def read(folder: Path) -> list[Row]:
 
 
 def of(rows: Iterable[Row], study: str, key: str) -> list[Row]:
-    """The rows of a study that have such a value; of repeated runs the newest."""
+    """The rows of a study that have this key; the newest where a run was repeated."""
     found = {(row["run"], row.get("epoch")): row for row in rows if row["study"] == study and key in row}
     return list(found.values())
 
 
 def interval(values: Sequence[float]) -> float | None:
-    """Half of the 95 % interval of their mean; None for a single one."""
+    """Half of the 95 % interval of the mean; None for a single value."""
     n = len(values)
     if n < 2:
         return None
@@ -52,7 +52,7 @@ def interval(values: Sequence[float]) -> float | None:
 
 
 def difference(values: Sequence[float]) -> str:
-    """+0.12 ± 0.34 (5)"""
+    """Mean, half interval and number of values: "+0.12 ± 0.34 (5)"."""
     if not values:
         return "–"
     half = interval(values)
@@ -60,7 +60,7 @@ def difference(values: Sequence[float]) -> str:
 
 
 def relative(value: float, full: float) -> str:
-    """0.25×; without a measurement, nothing."""
+    """The ratio, such as "0.25×"; "–" if ``full`` was not measured."""
     return f"{value / full:.2f}×" if full else "–"
 
 

@@ -1,4 +1,4 @@
-"""The state of a run in a file: a run that is stopped goes on from there, in another process."""
+"""The state of a run in a file, from which another process continues a run that was stopped."""
 
 import os
 import time
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
     from .training import Training
 
 EVERY = 20.0
-"""seconds"""
+"""Seconds between two writes."""
 
 
 class Saved:
-    """Without a file it does nothing."""
+    """Saves and loads a run's state. Without a file it does nothing."""
 
     def __init__(self, file: Path | None) -> None:
         self.file, self.last = file, time.monotonic()
 
     def load(self, training: "Training") -> int:
-        """The epochs that are done with these settings; the training is then there."""
+        """Restore the training and return how many epochs are done; 0 if nothing is saved with its settings."""
         if self.file is None or not self.file.exists():
             return 0
         done, settings, state = torch.load(self.file, weights_only=True, map_location="cpu")
@@ -31,7 +31,7 @@ class Saved:
         return int(done)
 
     def save(self, training: "Training", done: int) -> None:
-        """Now and then."""
+        """Write the state, unless the last write was less than EVERY seconds ago."""
         if self.file is None or time.monotonic() < self.last + EVERY:
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)

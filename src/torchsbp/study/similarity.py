@@ -1,4 +1,4 @@
-"""Redundancy: how alike neighbouring positions, and neighbouring frames, are in activations and in their gradients."""
+"""Redundancy: how similar neighbouring positions and neighbouring frames are, in activations and in their gradients."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -20,7 +20,7 @@ from .results import Finding
 from .training import Place, Row, Run, Settings, accuracy, trained
 
 PAIRS = ("neighbours", "frames", "far")
-"""next to each other in space; in time; any two of one image"""
+"""Pairs of positions: next to each other in space; in time; any two of one image."""
 
 
 def jobs(plan: Plan) -> list[Run]:
@@ -28,8 +28,8 @@ def jobs(plan: Plan) -> list[Run]:
 
 
 def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
-    """One row: how accurate the model is; of every block's output, mean cosines between positions, of activations and
-    of gradients."""
+    """Yield one row: the accuracy of the model, and for every block's output the mean cosines between positions, of
+    activations and of gradients."""
     data = Data.load(place.data, settings.images)
     model = trained(run.model, settings, data, place.out, run.epochs)
     reached = accuracy(model, data, settings.batch)
@@ -52,7 +52,7 @@ def noted(found: dict[str, Tensor], name: str, module: nn.Module, given: Any, ou
 
 
 def on_grid(model: str, x: Tensor) -> Tensor:
-    """A block's output as ``[B, T, H, W, C]``; class tokens are left out."""
+    """A block's output as ``[B, T, H, W, C]``, without class tokens."""
     if model in VIT:
         side = int((x.shape[1] - 1) ** 0.5)
         x = x[:, -side * side :].unflatten(1, (side, side))
@@ -62,8 +62,8 @@ def on_grid(model: str, x: Tensor) -> Tensor:
 
 
 def cosines(x: Tensor) -> dict[str, float]:
-    """Mean cosines of pairs of positions ``[B, T, H, W, C]``, where there are pairs."""
-    if not x.any():  # after the last block of a ViT the class token alone has a gradient
+    """The mean cosine of each kind of PAIRS in ``[B, T, H, W, C]``, if there are such pairs."""
+    if not x.any():  # after the last block of a ViT only the class token has a gradient
         return {}
     x = F.normalize(x.float(), dim=-1)
     flat = x.flatten(1, 3)
@@ -88,7 +88,7 @@ def table(rows: list[Row]) -> str:
 
 
 def drawings(rows: list[Row]) -> dict[str, list[Drawing]]:
-    """Activations and gradients of every model, on one axis."""
+    """A chart for activations and one for gradients per model, all with one axis."""
     names = {"neighbours": "next in space", "frames": "next in time", "far": "any two of an image"}
     charts = {}
     for row in results.of(rows, "similarity", "blocks"):
@@ -104,8 +104,10 @@ def drawings(rows: list[Row]) -> dict[str, list[Drawing]]:
 
 
 def findings(rows: list[Row]) -> list[Finding]:
-    """Of every model: whether frames, or neighbours of an image, are more alike in the first block than in the last.
-    Where a head averages positions they have one gradient after the last block, which says nothing: left out."""
+    """For every model: whether frames, or neighbours in an image, are more similar in the first block than in the last.
+
+    Where a head averages positions, they all have the same gradient after the last block. That says nothing, so such
+    blocks are left out."""
     paper = "frames are alike in the bottom layers and quite different in the top ones, activations and gradients"
     found = []
     for row in results.of(rows, "similarity", "blocks"):

@@ -1,6 +1,6 @@
-"""Time of a training step and peak memory: the contest's table at equal time rests on them.
+"""Time of a training step and peak memory, which the contest's table at equal time needs.
 
-Runs are made ready side by side, which takes the CPU long, and timed one after the other while none is made ready.
+Runs are prepared side by side, as that takes the CPU long. They are timed one at a time, while no other is prepared.
 """
 
 import fcntl
@@ -26,14 +26,14 @@ def jobs(plan: Plan) -> list[Run]:
 
 
 def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
-    """Milliseconds of a step, in the fastest round of some; steps in an epoch; and bytes above those of the data."""
+    """Yield one row: milliseconds of a step in the fastest round, steps in an epoch, peak bytes without the data."""
     data = Data.load(place.data, settings.images)
     cuda = data.device.type == "cuda"
     before = torch.cuda.memory_allocated() if cuda else 0
     with held(place.out, fcntl.LOCK_SH):
         training = Training(run, settings, data)
         wait(data.device)
-    captured = training.advance != training.step  # the captures were the last that allocated
+    captured = training.advance != training.step  # then the capture was the last to allocate memory
     if cuda and not captured:
         torch.cuda.reset_peak_memory_stats()
     with held(place.out, fcntl.LOCK_EX):
@@ -43,13 +43,13 @@ def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
 
 
 def parts(training: Training) -> list[tuple[int, float]]:
-    """Epochs whose steps differ, and their shares of a run."""
+    """(epoch, share): one epoch of each kind of step that a run has, and the share of the run with such steps."""
     falling = training.settings.decay if training.arm.changes else 0.0
     return [(0, 1 - falling), *([(training.run.epochs - 1, falling)] if falling else [])]
 
 
 def timed(training: Training, epoch: int) -> float:
-    """Milliseconds of a step in that epoch."""
+    """Milliseconds of a step of that epoch."""
     training.fill(epoch, training.run.epochs)
     wait(training.data.device)
     times = []
@@ -64,7 +64,7 @@ def timed(training: Training, epoch: int) -> float:
 
 @contextmanager
 def held(folder: Path, lock: int) -> Iterator[None]:
-    """The lock of those that work for this folder: shared by all that get ready, exclusive to one that is timed."""
+    """Hold the folder's lock: shared while runs are prepared, exclusive while one is timed."""
     with (folder / "speed.lock").open("w") as file:
         fcntl.flock(file, lock)
         yield

@@ -1,11 +1,11 @@
-"""One run: a small model, trained from scratch on images that are on the device, by one arm.
+"""One run: a small model, trained from scratch by one arm, on images that are on the device.
 
-Runs of one seed are pairs: the same initial weights, the same images in the same order, the same augmentation and
-stochastic depth; these two not with another batch, with patches left out, or checkpointed.
+Runs of one seed are pairs: they have the same initial weights, images, order, augmentation and stochastic depth. Arms
+with another batch, with patches left out, or with checkpointing may differ in the last two.
 
-A step of such a model is hundreds of kernels that run for less time than a CPU takes to launch them. So what differs
-between the steps of an epoch lies on the device (batches, rates, random numbers), a step reads its own, and where there
-is a GPU the whole of it is one CUDA graph: an epoch is as many replays. All runs of an arm are replays of one graph.
+A step of such a model is hundreds of kernels that run for less time than a CPU takes to launch them. So all that
+differs between the steps of an epoch (batches, rates, random numbers) is on the device, and each step reads its own. On
+a GPU a whole step is one CUDA graph, and an epoch replays it. All runs of an arm replay the same graph.
 """
 
 import time
@@ -29,13 +29,13 @@ from .saved import Saved
 
 Row = dict[str, Any]
 WARM = 3
-"""steps before one is captured"""
+"""Warm-up steps before one is captured."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What differs between runs. ``lr`` multiplies the model's own learning rate; ``shorter``: numbers of epochs after
-    which the run would have ended too, with the schedule of that length."""
+    """What differs between runs. ``lr`` multiplies the model's own learning rate. ``shorter``: smaller numbers of
+    epochs for which the run also gives results, each with the schedule of that length."""
 
     model: str
     arm: str
@@ -57,9 +57,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Settings:
-    """What all runs of a study share. ``warmup``: epochs; ``decay``: the share of a run in which the rate falls to 0.
-    ``images``: the first so many to train on, and a fifth as many to test on; 0: all of them. ``masks``: to compare
-    gradients by. ``capture``: steps are CUDA graphs where there is a GPU."""
+    """What all runs of a study share.
+
+    - ``warmup``: in epochs; ``decay``: the share of a run in which the learning rate falls to 0.
+    - ``images``: the number of images to train on (the first ones), with a fifth as many to test on; 0: all.
+    - ``masks``: how many masks gradients are compared over. ``capture``: on a GPU, steps are CUDA graphs.
+    """
 
     batch: int = 256
     optimizer: str = "muon"
@@ -75,24 +78,24 @@ class Settings:
     augment: Augment = field(default_factory=Augment)
 
     def turn(self, length: int) -> int:
-        """The epoch in which the rate of a run of that length begins to fall."""
+        """The epoch in which the learning rate of a run of that length starts to fall."""
         return int((1 - self.decay) * length)
 
     def rate(self, epoch: float, length: int) -> float:
-        """Up to 1, constant, and linearly to 0. Runs of all lengths are the same before their turn."""
+        """The rate, relative: up to 1, constant, linearly to 0. Runs of all lengths are the same before their turn."""
         return min(1.0, epoch / self.warmup) * min(1.0, (length - epoch) / (length - self.turn(length)))
 
 
 class Place(NamedTuple):
-    """Where data are, and where results go."""
+    """Where the data are, and where results go."""
 
     data: Path
     out: Path
 
 
 class Training:
-    """A model, its optimizers and its data: ``begin`` a run, then ``epoch`` after ``epoch``. An epoch depends on its
-    number and on ``state``, nothing else."""
+    """A model, its optimizers and its data: ``begin`` a run, then call ``epoch`` again and again. An epoch depends only
+    on its number and on ``state``."""
 
     def __init__(self, run: Run, settings: Settings, data: Data) -> None:
         self.settings, self.data = settings, data
@@ -102,8 +105,8 @@ class Training:
             self.model.set_grad_checkpointing(True)  # type: ignore[operator]
         self.draw = arm.instead(self.model, **arm.options or {}) if arm.instead else None
         if arm.options is not None and not arm.instead:
-            apply(self.model, capture=not settings.capture, **arm.options)  # the whole step is, not its parts
-        # Compiled graphs of two arms have random numbers of their own unless PyTorch's are asked for.
+            apply(self.model, capture=not settings.capture, **arm.options)  # else the whole step is captured
+        # With Inductor's own random numbers the compiled graphs of two arms would draw different ones.
         paired: Any = {"fallback_random": not arm.checkpoint}
         compiled = settings.compile and not arm.instead
         self.forward = torch.compile(self.model, dynamic=False, options=paired) if compiled else self.model
@@ -111,23 +114,24 @@ class Training:
         self.steps = len(data.x_train) // self.batch
         self.make_epoch()
         self.optimizers = optimizers(settings.optimizer, self.model, self.rate, settings.weight_decay)
-        # Eager checkpointing looks at the state of random numbers, "instead" counts in Python: neither in a graph.
+        # Eager checkpointing reads the state of random numbers, "instead" counts in Python: neither can be captured.
         captured = settings.capture and data.device.type == "cuda" and (compiled or not (arm.checkpoint or arm.instead))
         self.peak = 0
         self.ways = [self.way(first, captured) for first in ((0, FALLING) if arm.changes else (0,))]
         self.begin(run)
 
     def way(self, first: int, captured: bool) -> Callable[[], None]:
-        """How to take a step, with the ratios that masks counted from there have."""
+        """Return what takes a step, with the keep-ratios that hold when masks are counted from ``first``."""
         if self.arm.options is not None and self.draw is None:
             set_step(self.model, first)
         if captured:
             return self.captured()
-        self.step()  # at rate 0: optimizers have their state from now on
+        self.step()  # at rate 0, so that optimizers have their state
         return self.step
 
     def make_epoch(self) -> None:
-        """What an epoch's steps read, image numbers, rates, random numbers, whose turn it is, and add their loss to."""
+        """Allocate what the steps of an epoch read (image numbers, rates, random numbers, the number of the step) and
+        the loss that they add to."""
         device, steps = self.data.device, self.steps
         self.order = torch.zeros(steps, self.batch, dtype=torch.long, device=device)
         self.rates = torch.zeros(steps, device=device)
@@ -136,18 +140,18 @@ class Training:
         self.rate, self.loss = (torch.zeros((), device=device) for _ in range(2))
 
     def begin(self, run: Run) -> None:
-        """Back to the first step, with the run's initial weights. It has the model, arm and stochastic depth of the
-        first one."""
+        """Go back to the first step, with the run's initial weights. Its model, arm and stochastic depth must be those
+        of the constructor's run."""
         self.run, self.advance = run, self.ways[0]
         torch.manual_seed(run.seed)
-        first = fresh(run, self.settings, self.data).state_dict().values()  # "qkv-local" has other names for them
+        first = fresh(run, self.settings, self.data).state_dict().values()  # in order, as "qkv-local" has other names
         for tensor, value in zip(self.model.state_dict().values(), first, strict=True):
             tensor.copy_(value)
         for tensor in self.moments():
             tensor.zero_()
 
     def epoch(self, number: int, length: int | None = None) -> float:
-        """The mean loss of the epoch of that number, from 0, in a run of that length (by default its own)."""
+        """Train epoch ``number``, from 0, of a run of that length (by default its own). Return the mean loss."""
         self.fill(number, length or self.run.epochs)
         for _ in range(self.steps):
             self.advance()
@@ -155,7 +159,7 @@ class Training:
         return float(self.loss) / self.steps
 
     def fill(self, number: int, length: int) -> None:
-        """What the steps of an epoch read."""
+        """Fill in what the steps of an epoch read."""
         seed, steps = 1000 * (number + 1) + self.run.seed, self.steps
         torch.manual_seed(seed)  # stochastic depth: the same in every arm
         generator = torch.Generator().manual_seed(seed + 500 * self.arm.reordered)
@@ -177,7 +181,7 @@ class Training:
             set_step(self.model, first)
 
     def step(self) -> None:
-        """The step whose turn it is."""
+        """Take the step whose turn it is."""
         chosen, numbers, rate = (its.index_select(0, self.turn)[0] for its in (self.order, self.numbers, self.rates))
         self.rate.copy_(rate)
         x, targets = self.data.batch(chosen, self.settings.augment, numbers)
@@ -192,11 +196,11 @@ class Training:
         self.turn.add_(1).remainder_(self.steps)
 
     def captured(self) -> Callable[[], None]:
-        """The step as one launch; some of them before, at rate 0, make what lasts: kernels, workspaces, optimizers'
-        state."""
+        """Capture a step and return its replay. Warm-up steps at rate 0 come first, to make what lasts: kernels,
+        workspaces and the optimizers' state."""
         adamw, aside = self.optimizers[0].param_groups, torch.cuda.Stream()
         for group in adamw:
-            group["capturable"] = False  # a step outside of a graph would be warned of
+            group["capturable"] = False  # else AdamW warns of a step outside of a graph
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             for _ in range(WARM):
@@ -228,9 +232,11 @@ class Training:
 def train(
     run: Run, settings: Settings, data: Data, training: Training | None = None, file: Path | None = None
 ) -> Iterator[Row]:
-    """A row at the end of every length: epoch, accuracy in percent, mean loss, seconds since the beginning. Shorter
-    ones turn off the way of the longest, which goes on from where they did. ``training``: that of another run, to be
-    used again; ``file``: where this run is saved, and begins if it was stopped there."""
+    """Train, and yield a row at the end of every length: epoch, accuracy in percent, mean loss, seconds so far.
+
+    Shorter lengths branch off the longest one where their rate starts to fall; it then continues from there.
+    ``training``: that of another run, to be reused. ``file``: where the state is saved, and continued from.
+    """
     start, saved = time.perf_counter(), Saved(file)
     training = training or Training(run, settings, data)
     training.begin(run)
@@ -238,7 +244,7 @@ def train(
     for length in run.lengths:
         longest, turn = length == run.epochs, settings.turn(length)
         if done > turn and not longest:
-            continue  # it turned off before the run was stopped
+            continue  # it had branched off before the run was stopped
         while done < turn:
             training.epoch(done, length)
             done += 1
@@ -257,14 +263,14 @@ def train(
 
 @lru_cache(maxsize=1)
 def prepared(model: str, arm: str, drop_path: float, settings: Settings, data: Path) -> Training:
-    """What runs of an arm have in common, made once: they are replays of one graph."""
+    """The training that all runs of an arm share, as they replay one graph. Cached."""
     if settings.compile:
-        torch.compiler.reset()  # what a class is compiled to is limited in number: those before are not needed
+        torch.compiler.reset()  # PyTorch limits recompilations of a class; earlier ones are not needed
     return Training(Run(model, arm, drop_path=drop_path), settings, Data.load(data, settings.images))
 
 
 def trained(model: str, settings: Settings, data: Data, folder: Path, epochs: int) -> nn.Module:
-    """The model that full backpropagation reaches, from its file in the folder if it has one."""
+    """The model that full backpropagation reaches: read from the folder, or trained and saved there."""
     run = Run(model, FULL, epochs=epochs)
     about = f"{settings.size}, {settings.optimizer}, batch {settings.batch}" + (
         f", {settings.images} images" if settings.images else ""
@@ -293,7 +299,7 @@ def fresh(run: Run, settings: Settings, data: Data) -> nn.Module:
 
 
 def wait(device: torch.device) -> None:
-    """For the device, asleep: several processes share a CPU."""
+    """Wait for the device without occupying the CPU, which several processes share."""
     if device.type == "cuda":
         done = torch.cuda.Event(blocking=True)
         done.record()
@@ -301,18 +307,18 @@ def wait(device: torch.device) -> None:
 
 
 def half(x: Tensor) -> torch.autocast:
-    """Products in bfloat16, on a GPU. A CUDA graph may not read what was cast before it."""
+    """Autocast to bfloat16 on a GPU. Without cache, as a CUDA graph may not read casts that were made before it."""
     return torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda, cache_enabled=False)
 
 
 def accuracy(model: nn.Module, data: Data, batch: int) -> float:
-    """In percent of the test images."""
+    """The share of test images that are classified correctly, in percent."""
     return 100 * float((predictions(model, data, batch) == data.y_test).float().mean())
 
 
 @torch.no_grad()
 def predictions(model: nn.Module, data: Data, batch: int) -> Tensor:
-    """The classes of the test images."""
+    """The predicted classes of the test images."""
     model.eval()
     found = []
     for images in data.x_test.split(2 * batch):

@@ -1,7 +1,7 @@
-"""Along training: norms of gradients, and how an arm's model parts from that of full backpropagation.
+"""Along training: norms of gradients, and how an arm's model diverges from that of full backpropagation.
 
-Both are trained from the same weights on the same batches. "other order" is the control: full
-backpropagation twice, with other batches.
+Both are trained from the same weights on the same batches. The arm "other order" is the control: full backpropagation
+from the same weights on other batches.
 """
 
 import os
@@ -41,8 +41,8 @@ def jobs(plan: Plan) -> list[Run]:
 
 
 def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
-    """A row per epoch: norms by block in both runs, cosines of their weights, and how many predictions agree."""
-    # Hooks are called where gradients are computed step by step, not where a graph is replayed.
+    """Yield a row per epoch: norms by block in both runs, cosines of their weights, and how many predictions agree."""
+    # A replayed graph would not call the hooks that record norms.
     data, settings = Data.load(place.data, settings.images), replace(settings, capture=False)
     plain = replace(run, arm=FULL)
     twin = fresh(plain, settings, data).to(data.device)
@@ -60,11 +60,11 @@ def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
 
 
 Epoch = tuple[dict[str, Tensor], dict[str, float]]
-"""weights, and the norm of every block's gradient"""
+"""(state dict, norm of every block's gradient)"""
 
 
 def full_epochs(run: Run, settings: Settings, data: Data, folder: Path) -> Iterator[Epoch]:
-    """Full backpropagation after every epoch. It is trained once for all arms of a folder."""
+    """Yield the state of full backpropagation after every epoch. It is trained once for all arms of a folder."""
     file = folder / "states" / f"trajectory, {run.name}.pt"
     if file.exists():
         known, before = torch.load(file, weights_only=True, map_location=data.device)
@@ -85,18 +85,18 @@ def full_epochs(run: Run, settings: Settings, data: Data, folder: Path) -> Itera
 
 
 def share(right: Tensor) -> float:
-    """In percent."""
+    """The share of what is true, in percent."""
     return 100 * float(right.float().mean())
 
 
 def block_names(model: nn.Module) -> Callable[[str], str]:
-    """Of a parameter's name, the block it is in, "" outside of blocks."""
+    """Return a function from a parameter's name to its block, "" outside of blocks."""
     blocks = blocks_of(model)
     return lambda name: next((block for block in blocks if name.startswith(f"{block}.")), "")
 
 
 def watched(model: nn.Module) -> dict[str, list[Tensor]]:
-    """block -> squared norms of its gradients, as they come, before they are clipped."""
+    """block -> squared norms of its parameters' gradients, which hooks append before gradients are clipped."""
     of, found = block_names(model), dict[str, list[Tensor]]()
     for name, p in model.named_parameters():
         into = found.setdefault(of(name), [])
@@ -105,7 +105,7 @@ def watched(model: nn.Module) -> dict[str, list[Tensor]]:
 
 
 def emptied(found: dict[str, list[Tensor]], steps: int) -> dict[str, float]:
-    """block -> the norm of its gradient, root mean square over the steps of an epoch."""
+    """block -> the norm of its gradient, as the root mean square over the steps of an epoch. Empties the lists."""
     means = {block: float((torch.stack(values).sum() / steps).sqrt()) for block, values in found.items()}
     for values in found.values():
         values.clear()
@@ -113,8 +113,8 @@ def emptied(found: dict[str, list[Tensor]], steps: int) -> dict[str, float]:
 
 
 def weights(a: nn.Module, b: nn.Module) -> dict[str, float]:
-    """block -> the cosine of its matrices in both models; "all": of all of them. Vectors, which begin equal, are left
-    out."""
+    """block -> the cosine of its matrices in both models; "all" -> that of all matrices. Vectors, which start
+    as constants, are left out."""
     of = block_names(a)
     sides: list[dict[str, list[Tensor]]] = [{}, {}]
     for side, model in zip(sides, (a, b), strict=True):
@@ -142,7 +142,7 @@ def table(rows: list[Row]) -> str:
 
 
 def series(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
-    """(model, arm) -> rows of its first seed over epochs."""
+    """(model, arm) -> the rows of seed 0, by epoch."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in sorted(results.of(rows, "trajectory", "agreement"), key=lambda row: (row["seed"], row["epoch"])):
         if row["seed"] == 0:
@@ -151,7 +151,7 @@ def series(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 def drawings(rows: list[Row]) -> dict[str, list[Drawing]]:
-    """A sheet per model: norms of some blocks, full and arms, on one axis; weights; agreement."""
+    """One sheet per model: norms of some blocks, of full backpropagation and arms on one axis; weights; agreement."""
     sheets: dict[str, list[Drawing]] = {}
     found = series(rows)
     for model in dict.fromkeys(model for model, _ in found):
@@ -174,13 +174,13 @@ def drawings(rows: list[Row]) -> dict[str, list[Drawing]]:
 
 
 def norms_of(key: str, rows: list[Row]) -> dict[str, list[tuple[float, float]]]:
-    """Of four blocks or so, over epochs."""
+    """The norms of about four blocks, by epoch."""
     blocks = [block for block in rows[0][key] if block]
     return {block: [(row["epoch"], row[key][block]) for row in rows] for block in blocks[:: -(-len(blocks) // 4)]}
 
 
 def findings(rows: list[Row]) -> list[Finding]:
-    """Of the papers' setting, the default one here; the control beside it."""
+    """Findings for the papers' setting, with the control beside it."""
     found, result = series(rows), []
     for model, figure in (("vit", "9"), ("hybrid", "9"), ("convnext", "10")):
         if (model, PAPERS) not in found:
