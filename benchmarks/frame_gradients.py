@@ -58,7 +58,8 @@ def lengths(of_features: Sequence[Tensor], empty: Sequence[Tensor]) -> tuple[flo
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = parser("", __doc__)
+    options = parser("eval", (__doc__ or "").partition("\n")[0])
+    options.prog = "python benchmarks/frame_gradients.py"
     options.add_argument("--batches", type=int, default=16)
     options.add_argument("--size", type=int, default=16, help="clips in a batch")
     options.add_argument("--ratio", type=float, default=0.2, help="the share of frames that is kept")

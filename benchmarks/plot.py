@@ -49,7 +49,7 @@ FRONT_LEGEND = [
 
 
 def is_sbp(method: str) -> bool:
-    return method.startswith(("sbp", "own rows"))
+    return method.startswith(("sbp", "own rows", "norm rows"))
 
 
 def style(method: str) -> tuple[str, str]:

@@ -131,7 +131,7 @@ def draw_curves(figure: SubFigure, rows: list[Row]) -> None:
 def draw(path: Path, rows: list[Row], model: nn.Module, images: Tensor) -> None:
     figure = Figure(figsize=(10, 8), layout="constrained")
     top, bottom = figure.subfigures(2, 1, height_ratios=(3, 2), hspace=0.05)
-    top.suptitle(f"{rows[1]['name']}: kept patches (orange) where they change in training; the forward pass uses all")
+    top.suptitle(f"{rows[1]['name']}: patches that the first sampled block keeps (orange); the forward pass uses all")
     draw_patches(top, model, images, steps=5)
     draw_curves(bottom, rows)
     figure.savefig(path, dpi=120)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torchsbp.study.arms import VIT
-from torchsbp.study.similarity import cosines, findings
+from torchsbp.study.similarity import cosines, findings, on_grid
 
 from .commands import rows_of, study
 
@@ -17,6 +17,12 @@ def test_pairs_are_neighbours():
     assert (found["neighbours"], found["frames"]) == (1, 0)
     assert 0 < found["far"] < 1
     assert "frames" not in cosines(x[:, :1])
+
+
+@pytest.mark.parametrize("model, tokens", [("hybrid", 1), ("pooled", 0)])
+def test_positions_of_a_vit_are_put_on_their_grid(model, tokens):
+    x = torch.arange(tokens + 9.0).view(1, -1, 1)
+    assert torch.equal(on_grid(model, x), x[:, tokens:].view(1, 1, 3, 3, 1))
 
 
 @pytest.mark.parametrize("model", ["vit", "hybrid", "convnext", "swin"])

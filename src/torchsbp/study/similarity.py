@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from math import isqrt
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def noted(found: dict[str, Tensor], name: str, module: nn.Module, given: Any, ou
 def on_grid(model: str, x: Tensor) -> Tensor:
     """A block's output as ``[B, T, H, W, C]``, without class tokens."""
     if model in VIT:
-        side = int((x.shape[1] - 1) ** 0.5)
+        side = isqrt(x.shape[1])
         x = x[:, -side * side :].unflatten(1, (side, side))
     if model.startswith("convnext"):
         x = x.movedim(1, -1)
