@@ -39,10 +39,7 @@ Backbone = tuple[str, nn.Module, Adapter, Layout]
 
 
 def match(module: nn.Module) -> tuple[Adapter, Layout] | None:
-    """Return the adapter and the layout for a module's class or a base class of it; None if there are none.
-
-    If several adapters match, the one registered last is returned.
-    """
+    """Return the adapter and layout for a module's class or a base class of it; of several, the last registered ones."""
     for adapter in reversed(ADAPTERS):
         layout = adapter.layout_for(module)
         if layout is not None:

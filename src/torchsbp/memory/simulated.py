@@ -27,7 +27,7 @@ from .live import capturing, in_graph
 aten = torch.ops.aten
 
 PROCESSORS = 132  # multiprocessors of an H100 or H200: the kernels' buffers for sums have four rows for each
-CUBLAS = 2 * 32 * 2**20  # fitted to ViT-B on an H200; presumably cuBLAS workspace of two threads, forward's and backward's
+CUBLAS = 2 * 32 * 2**20  # fitted to ViT-B on an H200: presumably cuBLAS workspace, for forward's and backward's thread
 TILE = 64
 
 
