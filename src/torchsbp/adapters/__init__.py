@@ -39,7 +39,7 @@ Backbone = tuple[str, nn.Module, Adapter, Layout]
 
 
 def match(module: nn.Module) -> tuple[Adapter, Layout] | None:
-    """Return the adapter and layout for a module's class or a base class of it; of several, the last registered ones."""
+    """Return adapter and layout for a module's class or a base class of it; of several, those registered last."""
     for adapter in reversed(ADAPTERS):
         layout = adapter.layout_for(module)
         if layout is not None:
