@@ -1,4 +1,4 @@
-"""Model families, found by class name: none of the libraries is imported."""
+"""The known model families, matched by the qualified names of classes: none of the libraries is imported."""
 
 from collections.abc import Iterator
 
@@ -35,11 +35,11 @@ ADAPTERS: list[Adapter] = [
 ]  # fmt: skip
 
 Backbone = tuple[str, nn.Module, Adapter, Layout]
-"""Its name in the model, the module, and how it is described."""
+"""A backbone's name in the model, its module, and the adapter and layout that describe it."""
 
 
 def match(module: nn.Module) -> tuple[Adapter, Layout] | None:
-    """The adapter of this module's class or of a class it derives from; of several, the one registered last."""
+    """Return adapter and layout for a module's class or a base class of it; of several, those registered last."""
     for adapter in reversed(ADAPTERS):
         layout = adapter.layout_for(module)
         if layout is not None:
@@ -48,7 +48,7 @@ def match(module: nn.Module) -> tuple[Adapter, Layout] | None:
 
 
 def find_backbones(model: nn.Module) -> Iterator[Backbone]:
-    """The modules in a model, itself included, that an adapter knows; none inside of another."""
+    """Yield the modules of a model, itself included, that an adapter knows, except those inside another backbone."""
     outer: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(prefix) for prefix in outer):
@@ -60,14 +60,18 @@ def find_backbones(model: nn.Module) -> Iterator[Backbone]:
 
 
 def register(adapter: Adapter) -> None:
-    """Make ``apply`` know a model family: yours, or your own description of one it knows already."""
+    """Make ``torchsbp.apply`` know a model family: your own, or your own description of a family that it knows already.
+
+    The adapter replaces a registered one of the same name. If several adapters match a model class, the one registered
+    last is used. Register an adapter before you unpickle a patched model of its family. docs/adapters.md has examples.
+    """
     if not isinstance(adapter, Adapter):
         raise UsageTypeError(f"register takes a torchsbp.adapters.Adapter, got {type(adapter).__name__}")
     ADAPTERS[:] = [known for known in ADAPTERS if known.name != adapter.name] + [adapter]
 
 
 def registered(family: str, model: str) -> Layout:
-    """The layout of that model class in the adapter of that name."""
+    """Return the layout of the class named ``model`` in the adapter ``family``; layouts are unpickled by it."""
     layouts = (layout for adapter in ADAPTERS if adapter.name == family for layout in adapter.every_layout)
     found = next((layout for layout in layouts if layout.model == model), None)
     if found is None:

@@ -1,4 +1,4 @@
-"""An adapter: one model family, described. What its blocks are made of, and in which layouts they stand."""
+"""Adapters: each describes one model family, by descriptions of its blocks and layouts of the models that hold them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,22 +12,22 @@ from .layouts import Grid, Layout, last_blocks
 from .names import class_name, class_of, find, inside, qualified
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-RECORDERS = ("transformers.utils.output_capturing",)  # modules whose hooks record outputs where a caller asks for them
+RECORDERS = ("transformers.utils.output_capturing",)  # their hooks are allowed: they record outputs when a caller asks
 NAME = "sbp"
 """The one attribute that patching puts into a module."""
 
 Bound = tuple[nn.Module, Any]
-"""A module, and what it is: a description, or a part of a described block that does something of its own there."""
+"""A module to patch, and what it is: a described block, or a part of one that has a task of its own (``Mixer``)."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a block is made of, as dotted names in it.
+    """What a block is made of. Parts are named by their dotted names in the block.
 
-    ``idle`` names parts that must do nothing: inner dropout, extra norms, gates. ``classes`` says of which classes the
-    modules that hold the parts must be: another one may compute something else from the same parts. ``ignored`` names
-    keyword arguments of the block's forward that change nothing in it. ``rules`` are the attention rules that the ops
-    have for such a block.
+    - ``idle``: parts that must do nothing, such as inner dropout, extra norms, gates.
+    - ``classes``: part -> the classes it may have. Another class may compute something else from the same parameters.
+    - ``ignored``: keyword arguments of the block's forward that do not change its result.
+    - ``rules``: the attention rules that can be used for such a block.
     """
 
     idle: tuple[str, ...] = ()
@@ -37,13 +37,14 @@ class Description:
 
     kind: ClassVar[str]
     meaning: ClassVar[str]
-    """How backward runs: a word for the user, and what that means."""
+    """How backward runs, told to the user: ``kind`` is a short name for it, ``meaning`` explains the name."""
     called: ClassVar[tuple[str, ...]] = ()
-    """Fields whose modules are still called as modules; of the others the ops only read the parameters."""
+    """Fields whose modules are called once per forward, so that hooks on them are fine. Other parts are never called
+    (the ops only read their parameters), or twice (in blocks that are run again)."""
     hooks: ClassVar[str] = "would not run in training"
 
     def problems(self, block: nn.Module) -> Iterator[str]:
-        """Why the ops can't run this block, one sentence each; nothing if they can."""
+        """Yield the reasons why this description does not fit a block, one sentence each; nothing if it fits."""
         for name, allowed in self.classes.items():
             if class_of(find(block, name)) not in allowed:
                 yield f"{name} is {class_of(find(block, name))}; supported: {', '.join(allowed)}"
@@ -65,23 +66,24 @@ class Description:
             yield f"{name} has hooks, which {self.hooks}; remove them first"
 
     def bindings(self, block: nn.Module) -> Iterator[Bound]:
-        """The modules that behave otherwise in training: the block itself, and parts of it."""
+        """Yield the modules to patch, which behave differently in training: the block itself, and parts of it."""
         yield block, self
 
     def heads_of(self, block: nn.Module) -> int:
-        """The number of heads that can be sampled; 0: none."""
+        """Return the number of heads that can be sampled; 0 if there are none."""
         return 0
 
     def partition_of(self, block: nn.Module) -> Callable[[Grid], Any] | None:
-        """How the block cuts a grid into windows; None if it does not."""
+        """Return a function from a grid to its windows if equally many positions are kept in each window, else None."""
         return None
 
 
 @dataclass(frozen=True)
 class Plain(Description):
-    """A block that is not sampled and stays as it is: its rows meet everywhere, or batch norm must see them all.
+    """A block that is not sampled and stays as it is: its rows meet everywhere, or batch norm must see all of them.
 
-    ``where`` names a part that only such blocks have, or in which it does something; "": all blocks of the class.
+    ``where`` restricts this to blocks in which the part of that name exists and does something; "" means all blocks of
+    the class.
     """
 
     rules: tuple[str, ...] = ()
@@ -99,7 +101,7 @@ class Plain(Description):
 
 
 def untouched(module: nn.Module) -> bool:
-    """Whether a call of it runs its class's forward and nothing else."""
+    """Return whether calling a module runs its class's forward and nothing else."""
     hooks = [hook for kind in HOOKS for hook in (getattr(module, kind) or {}).values()]
     return "forward" not in vars(module) and not any(map(_acts, hooks))
 
@@ -109,13 +111,14 @@ def _acts(hook: Any) -> bool:
 
 
 def _is_idle(part: Any) -> bool:
-    """Absent, switched off, or a module that does nothing."""
+    """Return whether a part is absent, switched off, or a module that does nothing."""
     idle_dropout = isinstance(part, nn.Dropout) and part.p == 0
     return part is None or part in (0, False) or isinstance(part, nn.Identity) or idle_dropout
 
 
 def shares_inputs(module: nn.Module) -> bool:
-    """Whether it is a convolution with kernel > stride: kept outputs have no inputs of their own then."""
+    """Return whether a module is a convolution with kernel > stride: its outputs share inputs, so that kept outputs
+    have none of their own."""
     if not isinstance(module, nn.Conv2d):
         return False
     return any(k > s for k, s in zip(module.kernel_size, module.stride, strict=True))
@@ -126,14 +129,15 @@ Descriptions = Description | tuple[Description, ...]
 
 @dataclass(frozen=True)
 class Adapter:
-    """A model family: descriptions of its blocks, and the layouts in which these stand.
+    """A model family: descriptions of its blocks, and layouts of the models that hold them.
 
-    - ``blocks``: block class or its qualified name -> its description, or several, of which the first that has no
-      problems with a block is taken; blocks of other classes are refused.
-    - ``layouts``: of the model class, and of the classes that hold its blocks otherwise.
-    - ``default_blocks``: (blocks per stage, fraction or None) -> how the papers choose: for each stage a slice.
-    - ``downsample``: descriptions of the layers between stages; None where there are none to sample.
-    - ``recommended``: what keep-ratios that are names mean for the family; ``recommended_for``: for one of its models.
+    - ``blocks``: block class or its qualified name -> a description or a tuple of them. The first that has no problems
+      with a block is taken; blocks of other classes are refused.
+    - ``layouts``: a layout of the model class, and one of every other class that holds such blocks, such as a wrapper.
+    - ``default_blocks``: (number of blocks per stage, fraction or None) -> the blocks to sample, a range per stage. The
+      fraction is the option ``blocks`` if that is a number; None stands for the papers' choice.
+    - ``downsample``: descriptions of the layers between stages; None if there are none to sample.
+    - ``recommended``: what ``keep_ratio="default"`` and ``"fast"`` mean for the family.
     """
 
     name: str
@@ -155,12 +159,13 @@ class Adapter:
         return self.layouts
 
     def layout_for(self, model: nn.Module) -> Layout | None:
-        """The layout of the model's class or of a class it derives from."""
+        """Return the layout for the model's class or a base class of it; None if there is none."""
         names = {qualified(cls) for cls in type(model).__mro__}
         layouts = (layout for layout in reversed(self.every_layout) if layout.model in names)
         return next((layout for layout in layouts if not layout.holds_any or self._is_in(model, layout)), None)
 
     def recommended_for(self, model: nn.Module) -> Recommended:
+        """Return ``recommended`` for one model: a ViT that is not read at a class token counts as untried."""
         layout = self.layout_for(model)
         assert layout is not None
         return self.recommended if layout.read_at_token(model) else read_elsewhere(self.recommended)
@@ -170,15 +175,16 @@ class Adapter:
         return layout.entry_of(model) is not None and any(self.knows(block) for block in blocks)
 
     def knows(self, module: nn.Module) -> bool:
-        """Whether it is one of the described blocks."""
+        """Return whether a module is a block of a described class."""
         return qualified(module) in self.blocks
 
     def describe(self, block: nn.Module) -> Description | None:
-        """The description that fits a block; None for another class."""
+        """Return the description that fits a block, or comes closest; None if its class is not described."""
         return fitting(self.blocks.get(qualified(block), ()), block)
 
     def describe_downsample(self, layer: nn.Module) -> Description:
-        """That of a layer between stages: plain where outputs share inputs, or where a trace calls its parts alone."""
+        """Return the description of a layer between stages. It is plain if the family describes none, if outputs share
+        inputs, or if tracing left a bare ``nn.Module`` that is not called itself, only its parts."""
         traced = type(layer) is nn.Module
         if self.downsample is None or traced or any(map(shares_inputs, layer.modules())):
             return Plain()
@@ -187,13 +193,13 @@ class Adapter:
         return found
 
     def sampled(self, block: nn.Module) -> bool:
-        """Whether the block can be sampled at all."""
+        """Return whether a block can be sampled at all."""
         return not isinstance(self.describe(block), Plain)
 
 
 def fitting(descriptions: Descriptions, module: nn.Module) -> Description | None:
-    """The first description that fits the module; if none does, the last of those with the fewest problems, of which a
-    user should hear why it is not sampled."""
+    """Return the first description that fits the module. If none fits, return the one with the fewest problems, which
+    the user is told; of several the last, and never ``Plain``."""
     choices = descriptions if isinstance(descriptions, tuple) else (descriptions,)
     counts = [len(list(its.problems(module))) for its in choices]
     if 0 in counts:

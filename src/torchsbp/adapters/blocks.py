@@ -1,4 +1,4 @@
-"""The blocks of a model, whatever its library: for SBP, memory, sharding, checkpointing and messages."""
+"""Find the blocks of a model of any library, for SBP, memory, sharding, checkpointing and messages."""
 
 from collections.abc import Iterator
 
@@ -11,17 +11,17 @@ CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 
 def blocks_of(model: nn.Module) -> list[str]:
-    """The names of its residual blocks, in the order they run; none is inside of another.
+    """Return the names of a model's residual blocks, in the order they run; no block is inside another.
 
-    Where an adapter knows the model, they are the described ones. Elsewhere they are the members of a chain: the
-    outermost modules of a library's own class that are not themselves made of a chain of blocks.
+    If an adapter knows the model, these are the blocks of its stages. If not, they are members of ``Sequential`` or
+    ``ModuleList``: the outermost modules of a library's own class that do not hold a chain of blocks themselves.
     """
     described = {name: (adapter, layout) for name, _, adapter, layout in find_backbones(model)}
     return list(_blocks(model, "", described))
 
 
 def block_classes(model: nn.Module) -> list[str]:
-    """The full names of their classes."""
+    """Return the full names of the blocks' classes, sorted."""
     return sorted({qualified(model.get_submodule(name)) for name in blocks_of(model)})
 
 
@@ -40,7 +40,8 @@ def _blocks(module: nn.Module, name: str, described: dict[str, tuple[Adapter, La
 
 
 def is_block(module: nn.Module) -> bool:
-    """Of a library's own class, made of modules with parameters: neither a layer nor a chain."""
+    """Return whether a module could be a block, not a layer or a chain: its class is not from ``torch.nn``, and its
+    children have parameters."""
     own = not type(module).__module__.startswith("torch.nn.") and not isinstance(module, CONTAINERS)
     return own and any(next(child.parameters(), None) is not None for child in module.children())
 

@@ -1,4 +1,4 @@
-"""Layouts: where a model makes positions of its images, and which stages of blocks follow."""
+"""Layouts: which module of a model makes positions of its images, and which stages of blocks follow."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,9 +14,10 @@ Shrink = Callable[[Grid], Grid]
 
 @dataclass(frozen=True)
 class Stage:
-    """Blocks of one resolution, as dotted names in the model, and the layer that leads into them.
+    """The blocks of one resolution, as dotted names in the model, and the layer that leads into them.
 
-    ``shrink``: the grid before that layer -> the one behind it; None: read from its convolutions and pools.
+    - ``downsample``: dotted name of that layer; "" if there is none.
+    - ``shrink``: the grid before the layer -> the grid after it; None if the layer's convolutions and pools tell.
     """
 
     blocks: tuple[str, ...]
@@ -24,7 +25,7 @@ class Stage:
     shrink: Shrink | None = None
 
     def shrinks(self, model: nn.Module) -> tuple[Shrink, ...]:
-        """What becomes of the grid on the way into the stage, layer after layer."""
+        """Return how the grid changes on the way into the stage: functions to be called one after the other."""
         if self.shrink is not None:
             return (self.shrink,)
         layer = find(model, self.downsample)
@@ -50,44 +51,46 @@ class Stride:
             tuple(value) if isinstance(value, (tuple, list)) else (value, value)
             for value in (layer.kernel_size, layer.stride, layer.padding, getattr(layer, "dilation", 1))
         )
-        if qualified(layer).endswith("Same"):  # timm's, which pad as they need: ⌈n / stride⌉
+        if qualified(layer).endswith("Same"):  # timm's layers that pad as needed: ⌈n / stride⌉ outputs
             return cls((1, 1), stride, (0, 0))
         spans = tuple((k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True))
         return cls(spans, stride, padding)
 
 
 def output_grid(entry: nn.Module, x: Tensor, y: Tensor) -> Grid:
-    """The grid of an entry whose output is a feature map ``[B, C, h, w]`` or ``[B, C, t, h, w]``."""
+    """Return the grid of an entry whose output is a feature map ``[B, C, h, w]`` or ``[B, C, t, h, w]``."""
     return tuple(y.shape[2:])
 
 
 def channels_last_grid(entry: nn.Module, x: Tensor, y: Tensor) -> Grid:
-    """The same for ``[B, h, w, C]`` or ``[B, t, h, w, C]``."""
+    """Return the grid of an entry whose output is ``[B, h, w, C]`` or ``[B, t, h, w, C]``."""
     return tuple(y.shape[1:-1])
 
 
 def halved(grid: Grid) -> Grid:
-    """The grid behind Swin's patch merging: height and width halved, odd ones padded."""
+    """Return the grid after Swin's patch merging: height and width are halved, odd ones rounded up."""
     return (*grid[:-2], *(-(-n // 2) for n in grid[-2:]))
 
 
 def member_names(model: nn.Module, chain: str) -> tuple[str, ...]:
-    """The dotted names of a chain's members; none where the model has no such chain."""
+    """Return the dotted names of a chain's members; empty if the model has no such chain."""
     return tuple(f"{chain}.{key}" for key in getattr(find(model, chain), "_modules", ()))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a model class makes positions of images, and which stages follow.
+    """Where a model class makes positions of images, and which stages of blocks follow.
 
     - ``model``: the class or its qualified name; subclasses match too.
-    - ``entry``: dotted name of the module that makes positions; it runs once per forward, before the blocks. A model
-      -> that name, where models of the class differ.
-    - ``grid``: (entry, its input, its output) -> the grid (h, w) or (t, h, w) of the first stage.
-    - ``stages``: dotted name of the list of all blocks, which are one stage then, or model -> its stages, in order.
-    - ``prefix``: number of class and register tokens in front, which are always kept, or model -> that number.
-    - ``holds_any``: the class is a wrapper that may hold any family: this layout is taken where it has the entry, and
-      a block of the adapter where the stages say.
+    - ``entry``: dotted name of the module that makes positions, or a function from the model to that name. The module
+      has a parameter, and its own forward runs once in a call of the model, before the blocks.
+    - ``grid``: (entry, its input, its output) -> the grid of the first stage, (h, w) or (t, h, w).
+    - ``stages``: dotted name of the list of all blocks, if they are one stage; or a function from the model to its
+      stages, in order.
+    - ``prefix``: number of class and register tokens in front, which are always kept; or a function from the model to
+      that number.
+    - ``holds_any``: the class is a wrapper that may hold any family. The layout then counts only for models that have
+      its entry, and a block of the adapter in its stages.
     """
 
     model: str | type[nn.Module]
@@ -97,13 +100,13 @@ class Layout:
     prefix: int | Callable[[nn.Module], int] = 0
     holds_any: bool = False
     family: str = field(default="", repr=False)
-    """the name of its adapter, which that fills in"""
+    """The name of the adapter, which fills it in."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", class_name(self.model))
 
     def __reduce__(self) -> Any:
-        """By name, since its functions may have none: who loads a patched model has registered the adapter."""
+        """Pickle by name, as the fields may be lambdas. The adapter must be registered before loading."""
         from . import registered
 
         return registered, (self.family, self.model)
@@ -120,22 +123,23 @@ class Layout:
         return self.prefix if isinstance(self.prefix, int) else self.prefix(model)
 
     def read_at_token(self, model: nn.Module) -> bool:
-        """Whether the model's output is made of a token in front. timm's models say how they are pooled."""
+        """Return whether the model's output is read at a token in front: if there is one, unless timm's ``global_pool``
+        says otherwise."""
         return self.prefix_of(model) > 0 and getattr(model, "global_pool", "token") == "token"
 
 
 def last_blocks(depths: list[int], fraction: float | None = None) -> list[range]:
-    """The last two thirds of a model with one stage, as the papers sample a ViT (8 of 12)."""
+    """Choose the last two thirds of a model with one stage, as the papers sample a ViT (8 of 12), or ``fraction``."""
     (depth,) = depths
     return [range(depth - max(1, round(depth * (2 / 3 if fraction is None else fraction))), depth)]
 
 
 def early_stages(depths: list[int], fraction: float | None = None) -> list[range]:
-    """As the papers sample a ConvNeXt: stages 1 and 2, the first 6 of 9 or 21 of 27 blocks of stage 3, none of stage 4;
-    and a Video Swin, where that is 4 of 6.
+    """Choose stages 1 and 2, the first 6 of 9 or 21 of 27 blocks of stage 3, and none of stage 4, as the papers sample
+    a ConvNeXt; and a Video Swin, with 4 of 6 blocks of stage 3.
 
-    A third stage of another depth is sampled in the proportion of the nearer of the two. ``fraction`` counts all blocks
-    from the first.
+    A third stage of another depth is sampled in the proportion of the nearer of the two. With ``fraction``, that share
+    of all blocks is chosen, from the first block on.
     """
     if fraction is None:
         third = depths[2] if len(depths) > 2 else 0

@@ -1,4 +1,4 @@
-"""Blocks known part by part: dotted names of their parts, and a check that each part is one the ops know."""
+"""Descriptions of blocks known part by part: dotted names of the parts, and a check that the ops know each part."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -53,12 +53,12 @@ PER_SAMPLE_DROPS = (
 )
 LARGEST_LOGIT = math.log(100)
 FUSED = {None: True, True: True, False: False, "sdpa": True, "eager": False}
-"""What a library says of its attention -> whether that is F.scaled_dot_product_attention."""
+"""A library's setting for its attention -> whether that means ``F.scaled_dot_product_attention``."""
 
 
 @dataclass(frozen=True)
 class Lean(Description):
-    """Parts that the ops know, by the names of the fields."""
+    """A block made of parts that the ops know. A field holds the name or names of a part; "" means there is none."""
 
     kind: ClassVar[str] = "lean"
     meaning: ClassVar[str] = "the backward pass is written out for its parts"
@@ -73,27 +73,32 @@ class Lean(Description):
 
 
 HEADS_MEET = ("query", "qkv", "exact")
-"""The rules of attention whose heads meet in a norm before they are added to the residual path: no head contributes by
-itself."""
+"""The rules for attention whose heads meet in a norm before they are added to the residual path: all but "head", as no
+head contributes by itself."""
 
 
 def no_bias(block: Any, positions: int) -> None:
-    """Nothing is added to scores."""
+    """Add nothing to the scores."""
 
 
 @dataclass(frozen=True)
 class TransformerBlock(Lean):
     """``x + drop1(scale1(proj(attention(norm1(x)))))``, then ``x + drop2(scale2(fc2(act(fc1(norm2(x))))))``.
 
-    ``qkv`` is a layer, or its weight where that is a parameter of the attention module (``in_proj_weight``), or the
-    three layers for queries, keys and values; ``qkv_bias`` are their biases where these are not the layer's.
-    ``head_first`` names what says that the layer's outputs come head by head, not queries, keys and values.
-    Without ``key_bias`` that of keys is not used. ``softmax_scale`` is one over the root of a head's width where it is
-    not said; scores are cosines where ``logit_scale`` names the logarithm of what each head multiplies them by;
-    ``fused`` names what says how attention is computed (``FUSED``). If the MLP is ``gated``, ``act`` is that of the
-    first half of ``fc1``, which may be two layers; ``inner_norm`` comes behind it, ``attention_norm`` before ``proj``.
-    Blocks with norms behind their branches, ``x + drop1(post_norm1(proj(attention(x))))``, have no norms before them,
-    and no scales. ``pair``: the block returns a pair, its output and attention maps; none of these in training.
+    - ``softmax_scale``: if there is none, it is one over the root of a head's width.
+    - ``logit_scale``: the logarithm of a factor per head. If there is one, scores are cosines times that factor.
+    - ``fused``: the setting that says how attention is computed (``FUSED``).
+    - ``qkv``: a layer; or its weight, if that is a parameter of the attention module (``in_proj_weight``); or three
+      layers, for queries, keys and values.
+    - ``qkv_bias``: the biases of queries, keys and values, if they do not belong to the layers.
+    - ``key_bias``: False if the block does not use the bias of keys.
+    - ``head_first``: a flag of the block: the layer's outputs come head by head, not as queries, keys and values.
+    - ``attention_norm``, ``inner_norm``: norms before ``proj`` and before ``fc2``.
+    - ``gated``: ``act`` applies to the first half of what ``fc1`` gives, and multiplies the second half. ``fc1`` may
+      then be two layers, one for each half.
+    - ``post_norm1``, ``post_norm2``: norms after the branches, ``x + drop1(post_norm1(proj(attention(x))))``, instead
+      of before them. Such a block has no scales (see ``post_norms``).
+    - ``pair``: the block returns its output and its attention maps. In training, the maps are None.
     """
 
     called: ClassVar[tuple[str, ...]] = ("drop1", "drop2")
@@ -140,17 +145,18 @@ class TransformerBlock(Lean):
 
 
 def post_norms(norm1: str = "norm1", norm2: str = "norm2") -> dict[str, Any]:
-    """The names of a ``TransformerBlock`` whose norms are behind its branches."""
+    """Return the fields of a ``TransformerBlock`` whose norms come after its branches."""
     names = {"norm1": "", "post_norm1": norm1, "scale1": "", "norm2": "", "post_norm2": norm2, "scale2": ""}
     return {**names, "rules": HEADS_MEET}
 
 
 @dataclass(frozen=True)
 class BiasedBlock(TransformerBlock):
-    """A ``TransformerBlock`` with something added to its scores, the same for all samples.
+    """A ``TransformerBlock`` that adds a bias to its scores, the same for all samples.
 
-    ``score_bias``: (block, number of positions, ``arguments`` of the block's call, by name) -> ``[(1,) H, N, N]``, or
-    None if there is none. ``dim``: where rows are in its input: 1 in ``[B, N, C]``, 2 in ``[B, C, H, W]``.
+    - ``score_bias``: (block, number of positions, ``arguments`` by name) -> the bias, ``[(1,) H, N, N]``, or None.
+    - ``arguments``: keyword arguments of the block's call that ``score_bias`` gets, if they are given.
+    - ``dim``: where rows begin in the block's input: 1 in ``[B, N, C]``, 2 in ``[B, C, H, W]``.
     """
 
     score_bias: Callable[..., Tensor | None] = no_bias
@@ -160,11 +166,13 @@ class BiasedBlock(TransformerBlock):
 
 @dataclass(frozen=True)
 class RotaryBlock(TransformerBlock):
-    """A ``TransformerBlock`` whose queries and keys are turned by rotary embeddings, given by its caller or its own.
+    """A ``TransformerBlock`` whose queries and keys are turned by rotary embeddings.
 
-    ``rope`` names that argument: sine and cosine side by side, or a pair (cosine, sine), for all rows but the first,
-    class and register tokens. ``own_rope``: (block, number of positions, dtype, device) -> the pair, where the block
-    makes it. ``rotate_half`` names what says which pairs are turned, or is that itself.
+    - ``rope``: the keyword argument that brings them: sine and cosine side by side, or a pair (cosine, sine). Rows in
+      front that have none, class and register tokens, are not turned.
+    - ``own_rope``: (block, number of positions, dtype, device) -> (cosine, sine), if the block makes them itself.
+    - ``rotate_half``: True if numbers half a head apart are turned as pairs, False for neighbours; or the name of a
+      flag of the block that says so.
     """
 
     rope: str = "rope"
@@ -194,7 +202,7 @@ class ConvBlock(Lean):
 
 @dataclass(frozen=True)
 class Downsample(Lean):
-    """``conv(norm(x))`` on ``[B, C, H, W]`` with stride ≥ kernel."""
+    """``down(norm(x))`` on ``[B, C, H, W]``, where ``down`` is a convolution with stride ≥ kernel."""
 
     norm: str = "0"
     down: str = "1"
@@ -202,8 +210,8 @@ class Downsample(Lean):
 
 @dataclass(frozen=True)
 class DownsampleList(Downsample):
-    """The same as a ``ModuleList``, whose members the stage calls one after the other: in training the last of them
-    does everything."""
+    """A ``Downsample`` that is a ``ModuleList``, whose members the stage calls one by one. In training the last of them
+    does the work of all."""
 
     def bindings(self, block: nn.Module) -> Iterator[Bound]:
         down = find(block, self.down)
@@ -213,28 +221,28 @@ class DownsampleList(Downsample):
 
 @dataclass(frozen=True)
 class Skipped:
-    """A part that does nothing in training: another module does its work."""
+    """A part that does nothing in training: ``worker``, another module, does its work."""
 
     worker: nn.Module
 
 
 @dataclass(frozen=True)
 class LastOfList:
-    """The module of a list that does the work of all."""
+    """The last module of a ``DownsampleList``, which does the work of all."""
 
     description: DownsampleList
     block: nn.Module
 
 
 def norm_of(module: nn.Module | None) -> Norm | None:
-    """What is static about a norm module, None for Identity or none."""
+    """Return a norm module's epsilon and kind; None for Identity or no module."""
     if module is None or isinstance(module, nn.Identity):
         return None
     return Norm(module.eps, NORMS[qualified(module)])  # type: ignore[arg-type]
 
 
 def cosine_factor(logit_scale: Tensor) -> Tensor:
-    """What each head multiplies its cosines by, ``[H, 1, 1]``, from the logarithm of it, as every library bounds it."""
+    """Return the factor of each head's cosines, ``[H, 1, 1]``, from its logarithm, bounded as in every library."""
     return logit_scale.clamp(max=LARGEST_LOGIT).exp().view(-1, 1, 1)
 
 
@@ -251,7 +259,7 @@ def _check_optional_norm(name: str, part: Any) -> Iterator[str]:
 
 
 def check_linear(name: str, part: Any) -> Iterator[str]:
-    """Why the ops can't read this as a matrix."""
+    """Yield why the ops can't read a part as a matrix."""
     if lora.is_lora(part):
         yield from lora.problems(name, part)
         name, part = f"{name}.base_layer", part.base_layer
@@ -289,7 +297,7 @@ def _check_activation(name: str, part: Any) -> Iterator[str]:
 
 
 def check_drop_path(name: str, part: Any) -> Iterator[str]:
-    """Why this is no stochastic depth with a factor per sample."""
+    """Yield why a part is not stochastic depth with a factor per sample."""
     if part is not None and qualified(part) not in PER_SAMPLE_DROPS:
         yield f"{name} is {class_of(part)}; supported: {', '.join(PER_SAMPLE_DROPS)}"
     elif getattr(part, "mode", "row") != "row":
@@ -297,7 +305,7 @@ def check_drop_path(name: str, part: Any) -> Iterator[str]:
 
 
 def check_down(name: str, part: Any) -> Iterator[str]:
-    """Why kept outputs of this convolution can't be computed from patches of their own."""
+    """Yield why kept outputs of a convolution can't be computed from patches of their own."""
     if class_of(part) != CONVOLUTION or part.groups != 1:
         yield f"{name} is {class_of(part)}; supported: torch.nn.Conv2d with one group"
     elif any(k > s for k, s in zip(part.kernel_size, part.stride, strict=True)):

@@ -1,8 +1,8 @@
 """peft's LoRA layers, known by class name: ``y = W x + b + Σ s·B·A·dropout(x)`` over the active adapters.
 
-Without dropout that is a linear layer whose weight is ``W + Σ s·B·A``. Formed under autograd, it gives A and B their
-exact gradients through any op that takes a weight. The price is a weight and its gradient per layer, as in full
-fine-tuning; likewise the sum is rounded as one weight under autocast.
+Without dropout that is a linear layer whose weight is ``W + Σ s·B·A``. The weight is formed under autograd, so that A
+and B get their exact gradients through any op that takes a weight. As in full fine-tuning, this takes memory for one
+weight and its gradient per layer, and autocast rounds the sum as one weight.
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ def is_lora(layer: Any) -> bool:
 
 
 def active(layer: Any) -> list[str]:
-    """The adapters that take part in the layer's forward."""
+    """Return the names of peft's adapters that take part in the layer's forward."""
     return [] if layer.disable_adapters else [name for name in layer.active_adapters if name in layer.lora_A]
 
 
 def problems(name: str, layer: Any) -> Iterator[str]:
-    """Why a LoRA layer is not the linear layer of ``weight``, one sentence each."""
+    """Yield why a LoRA layer differs from a linear layer with ``weight``, one sentence each."""
     if type(layer.base_layer) not in (nn.Linear, nn.Conv2d):
         yield f"{name} adapts a {type(layer.base_layer).__name__}; supported under LoRA: Linear, Conv2d"
     elif layer.base_layer.weight.dtype in (torch.float16, torch.bfloat16):
@@ -45,7 +45,7 @@ def problems(name: str, layer: Any) -> Iterator[str]:
 
 
 def weight(layer: Any) -> Tensor:
-    """``W + Σ s·B·A`` as a matrix, also under autocast in the precision of the parameters."""
+    """Return ``W + Σ s·B·A`` as a matrix, in the precision of the parameters even under autocast."""
     total = layer.base_layer.weight.flatten(1)
     with torch.autocast(total.device.type, enabled=False):
         for name in active(layer):

@@ -1,4 +1,4 @@
-"""Names: of classes, and of the parts of a module by dotted path."""
+"""Qualified names of classes, and parts of a module by their dotted names."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ _QUALIFIED: dict[type, str] = {}
 
 
 def qualified(module: nn.Module | type) -> str:
-    """The full name of a class, or of a module's own class, patched, sharded or neither."""
+    """Return the full name of a class or of a module's class, as it was before patching and sharding."""
     cls = module if isinstance(module, type) else type(module)
     if torch.compiler.is_compiling():
         return _qualified(cls)
@@ -27,7 +27,7 @@ def _qualified(cls: type) -> str:
 
 
 def bare_name(module: nn.Module | type | str) -> str:
-    """The name of its own class, without where that is from; of a qualified name, its last part."""
+    """Return the name of a class without its module, given a module, a class or a qualified name."""
     return (module if isinstance(module, str) else qualified(module)).rpartition(".")[2]
 
 
@@ -36,20 +36,20 @@ def class_name(cls: str | type) -> str:
 
 
 def class_of(part: Any) -> str:
-    """For messages: the full name of its class, "missing" where there is no such part."""
+    """Return the full name of a part's class; "missing" if there is no such part."""
     return "missing" if part is None else qualified(part)
 
 
 def find(module: Any, name: str) -> Any:
-    """The part of that dotted name, None where there is none. ``""`` means the block has no such part."""
+    """Return the part of that dotted name; None if there is none, or if the name is ``""``."""
     if not name:
         return None
-    if torch.compiler.is_compiling():  # few instructions: it reads them one by one
+    if torch.compiler.is_compiling():  # few instructions: the compiler traces them one by one
         for step in name.split("."):
             module = getattr(module, step, None)
         return module
     for step in name.split("."):
-        # getattr finds a module's parts in the end, by a method in Python: that takes five times as long.
+        # getattr also finds submodules, but last and by a method in Python, which takes five times as long.
         inner = module._modules.get(step) if isinstance(module, nn.Module) else None
         module = getattr(module, step, None) if inner is None else inner
         if module is None:
@@ -58,17 +58,17 @@ def find(module: Any, name: str) -> Any:
 
 
 def parameter(module: nn.Module, name: str) -> Any:
-    """``getattr(module, name, None)``, as quick for a parameter."""
+    """Return ``getattr(module, name, None)``, faster for a parameter."""
     if torch.compiler.is_compiling() or name not in module._parameters:
         return getattr(module, name, None)
     return module._parameters[name]
 
 
 def inside(name: str, part: str) -> bool:
-    """Whether the module of that dotted name is the part, or in it."""
+    """Return whether the dotted name is that of the part, or of something in it."""
     return name == part or (part != "" and name.startswith(f"{part}."))
 
 
 def missing(block: nn.Module, *names: str) -> Iterator[str]:
-    """Of these, the modules that the block does not have, one sentence each."""
+    """Yield a sentence for each of these names that is not a module of the block."""
     return (f"{name} is missing" for name in names if not isinstance(find(block, name), nn.Module))

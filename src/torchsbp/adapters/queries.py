@@ -1,8 +1,9 @@
 """Attention for kept queries: what each library's module computes, with keys and values from all rows.
 
-Each function takes the module, its input at kept rows ``x [B, k, C]`` and at all rows ``everything [B, N, C]``, the
-kept ``positions`` (``[B, k]``, or ``[1, k]`` where samples share them) and the module's other arguments. Modules that
-have none are run on all rows, which is as right and takes longer.
+Each ``*attention`` function takes the module, its input at kept rows ``x [B, k, C]`` and at all rows
+``everything [B, N, C]``, the kept ``positions`` (``[B, k]``, or ``[1, k]`` if samples share them) and the module's
+other arguments. It returns the module's output at kept rows. A module without such a function is run on all rows: that
+gives the same gradients and takes longer.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,8 @@ KeptQueryAttention = Callable[..., Any]
 
 
 def kept_query_attention_of(module: nn.Module, arguments: dict[str, Any]) -> KeptQueryAttention | None:
-    """How the module answers for kept queries; None if it must run on all rows: masked, or its projection replaced."""
+    """Return the function that computes a module's attention for kept queries. None if the module must run on all rows:
+    it is not known, it is called with a mask, or its projection was replaced."""
     masked = arguments.get("attn_mask") is not None or arguments.get("is_causal")
     plain = getattr(module, "qkv", None) is None or type(module.qkv) in (nn.Linear, nn.Conv2d)
     return KEPT_QUERY_ATTENTION.get(qualified(module)) if plain and not masked else None
@@ -73,14 +75,14 @@ def differential_attention(m: Any, x: Tensor, everything: Tensor, positions: Ten
 
 
 def distance_bias(q: Tensor, to_rows: Tensor, to_columns: Tensor) -> Tensor:
-    """SAM: products of queries ``[windows, H, k, D]`` with embeddings of their distances to every row and to every
-    column of a window, ``[windows, k, n, D]``, added to scores ``[windows, H, k, area]``."""
+    """Return SAM's bias of scores ``[windows, H, k, area]``: products of queries ``[windows, H, k, D]`` with embeddings
+    of their distances to every row and to every column of a window, ``[windows, k, n, D]``."""
     by_row, by_column = (torch.einsum("whkd,wknd->whkn", q, table) for table in (to_rows, to_columns))
     return (by_row.unsqueeze(-1) + by_column.unsqueeze(-2)).flatten(-2)
 
 
 def talking_heads_attention(m: Any, x: Tensor, everything: Tensor, positions: Tensor) -> Tensor:
-    """CaiT: heads are mixed before and behind softmax."""
+    """CaiT's attention, in which heads are mixed before and after softmax."""
     q, k, v = projections(m, x, everything)
     scores = m.proj_l((m.scale * q @ k.mT).movedim(1, -1))
     weights = m.proj_w(scores.softmax(-2)).movedim(-1, 1)
@@ -90,7 +92,7 @@ def talking_heads_attention(m: Any, x: Tensor, everything: Tensor, positions: Te
 def map_attention(
     m: Any, x: Tensor, everything: Tensor, positions: Tensor, shared_rel_pos: Tensor | None = None
 ) -> Tensor:
-    """On maps: ``x [B, C, k, 1]``, ``everything [B, C, H, W]``."""
+    """Attention on maps: ``x [B, C, k, 1]``, ``everything [B, C, H, W]``."""
     weights = by_use(m, m.qkv.weight.flatten(1))
     biases = (None,) * 3 if m.qkv.bias is None else by_use(m, m.qkv.bias)
     q, k, v = (
@@ -103,7 +105,7 @@ def map_attention(
 
 
 def by_use(m: Any, parameter: Tensor) -> tuple[Tensor, ...]:
-    """A parameter of all projections, taken apart into that of queries, keys and values."""
+    """Split a parameter of the joint projection into those of queries, keys and values."""
     if m.head_first:
         return tuple(part.flatten(0, 1) for part in parameter.unflatten(0, (m.num_heads, 3, m.dim_head)).unbind(1))
     return parameter.chunk(3)
@@ -133,8 +135,8 @@ KEPT_QUERY_ATTENTION: dict[str, KeptQueryAttention] = {
 def projections(
     m: Any, x: Tensor, everything: Tensor, pairs: bool = False, bias: Tensor | None = None
 ) -> tuple[Any, Any, Tensor]:
-    """Queries ``[B, H, k, D]`` of kept rows, keys and values ``[B, H, N, D]`` of all rows; queries and keys of every
-    head as two halves if they are pairs. ``bias``: another than the module's."""
+    """Return queries ``[B, H, k, D]`` of kept rows, keys and values ``[B, H, N, D]`` of all rows. With ``pairs``, each
+    head's queries and keys come as two halves. ``bias`` is used in place of the module's."""
     if m.qkv is None:
         q, k, v = m.q_proj(x), m.k_proj(everything), m.v_proj(everything)
     else:
@@ -151,7 +153,7 @@ def projections(
 
 
 def attend(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *biases: Tensor, scale: float | None = None) -> Tensor:
-    """Softmax attention, then the module's own layers. ``scale``: another than the module's."""
+    """Return softmax attention followed by the module's ``output``. ``scale`` is used in place of the module's."""
     groups = m.num_heads // kv_heads(m)
     if groups > 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -161,7 +163,7 @@ def attend(m: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *biases: Tensor, 
 
 
 def output(m: Any, x: Tensor, o: Tensor) -> Tensor:
-    """The layers behind attention: norm, gate and projection where there are such."""
+    """Apply the layers after attention: a norm and a gate, if the module has them, and the projection."""
     o = getattr(m, "norm", same)(o.transpose(1, 2).flatten(2))
     gate = getattr(m, "gate", None)
     return m.proj(o if gate is None else o * gate(x).sigmoid())
@@ -176,7 +178,7 @@ def same(x: Tensor) -> Tensor:
 
 
 def at(table: Tensor, positions: Tensor) -> Tensor:
-    """Rows of ``table [(B,) (H,) N, D]`` at the kept positions; a table for every sample where positions differ."""
+    """Return rows of ``table [(B,) (H,) N, D]`` at the kept positions, for every sample if their positions differ."""
     if positions.shape[0] == 1:
         return table.index_select(-2, positions[0])
     table = table.reshape(*[1] * (4 - table.dim()), *table.shape).expand(positions.shape[0], -1, -1, -1)
@@ -184,7 +186,7 @@ def at(table: Tensor, positions: Tensor) -> Tensor:
 
 
 def rotated(m: Any, x: Tensor, rope: Tensor) -> Tensor:
-    """All rows but the prefix turned by their rotary embedding."""
+    """Return ``x [B, H, rows, D]`` with all rows but the prefix turned by their rotary embeddings."""
     from timm.layers import apply_rot_embed_cat
 
     prefix = m.num_prefix_tokens

@@ -1,4 +1,4 @@
-"""Blocks of any make, described by what mixes their rows: everything else in them treats rows one by one."""
+"""Descriptions of blocks of any make: they name what mixes rows, and everything else treats rows one by one."""
 
 import copy
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from .base import Bound, Description
 from .lean import check_down, check_drop_path
 from .names import bare_name, find, inside, missing
 
-STOCHASTIC_DEPTH = ("DropPath", "StochasticDepth")  # how names of such classes end: most libraries have their own
+STOCHASTIC_DEPTH = ("DropPath", "StochasticDepth")  # endings of class names: most libraries have their own class
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,11 @@ class Mixer:
     """A part in which rows meet: attention, or an MLP over tokens.
 
     - ``name``: dotted name in the block; ``*`` stands for every member of a list.
-    - ``source``: names of the modules through which the block's input reaches it, with spaces between; "" if directly.
-    - ``dim``: where rows are in its input and output: 1 in ``[B, N, C]``, 2 in ``[B, C, N]``; of maps likewise.
-    - ``whole``: ``source`` is one module, and from it to the mixer all rows are given, since they meet on the way: in
-      the block's own code (windows around attention) or in the source (pooling). The mixer gives the kept ones.
+    - ``source``: the modules through which the block's input reaches the mixer, separated by spaces; "" if directly.
+    - ``dim``: where rows begin in its input and output: 1 in ``[B, N, C]``, 2 in ``[B, C, N]``; on maps likewise.
+    - ``whole``: rows meet before the mixer too: in the block's own code (windows around attention) or in ``source``
+      (pooling). So ``source``, which is one module here, passes all rows on even in the run on kept rows, and the mixer
+      picks out the kept ones.
     """
 
     name: str = "attn"
@@ -33,7 +34,7 @@ class Mixer:
     whole: bool = False
 
     def members(self, block: nn.Module) -> Iterator["Mixer"]:
-        """The mixer itself, or one for every member of the list that ``*`` stands for."""
+        """Yield the mixer itself, or one mixer for every member of the list that ``*`` stands for."""
         head, star, _ = self.name.partition("*")
         chain = find(block, head.rstrip(".")) if star else None
         if not isinstance(chain, nn.Module):
@@ -43,7 +44,7 @@ class Mixer:
             yield replace(self, name=self.name.replace("*", key), source=self.source.replace("*", key))
 
     def input_of(self, block: nn.Module, x: Tensor) -> Tensor:
-        """What it sees if the block's input is ``x [B, N, C]``."""
+        """Return the input of the mixer if ``x [B, N, C]`` is the input of the block."""
         for name in self.source.split():
             x = find(block, name)(x)
         return x if self.dim == 1 else x.transpose(1, 2)
@@ -51,12 +52,12 @@ class Mixer:
 
 @dataclass(frozen=True)
 class Source:
-    """The module from which a mixer is given all rows, also in a run on kept ones."""
+    """The source of a ``whole`` mixer: it gives all rows even in the run on kept rows."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A part whose randomness is drawn once for both runs: stochastic depth, dropout that sees no rows."""
+    """A part that draws its random factor once for both runs: stochastic depth, or dropout that sees no rows."""
 
     name: str
 
@@ -77,7 +78,7 @@ class Response:
 
 @dataclass(frozen=True)
 class RunAgain(Description):
-    """A block whose own forward is run again in backward."""
+    """A block whose own modules run again on kept rows, for the gradient."""
 
     kind: ClassVar[str] = "run again"
     meaning: ClassVar[str] = "its own forward runs again on kept rows"
@@ -97,14 +98,14 @@ class RunAgain(Description):
 
 @dataclass(frozen=True)
 class Residual(RunAgain):
-    """``x + f₁(x) + …`` on ``[B, N, C]`` or a map, whose own forward is run again on kept rows in backward.
+    """``x + f₁(x) + …`` on ``[B, N, C]`` or a map. The block's own forward runs again on kept rows, for the gradient.
 
-    - ``mixers``: the parts in which rows meet. Without any, rows meet in the block's own code: it is then run again on
-      all rows, and must be ``x + f(x)``.
-    - ``constant``: names of parts that do not see rows (a table of relative positions), where dropout may be active.
-    - ``shortcut``: name of the module on the residual path, which may change the grid; "" where there is none.
-    - ``dim``: where rows are in its input: 1 in ``[B, N, C]`` and ``[B, H, W, C]``, 2 in ``[B, C, H, W]``.
-    - ``passes``: the block returns a tuple, its output and its other arguments, which it leaves as they are (a grid).
+    - ``mixers``: the parts in which rows meet; ``()`` if they meet in the block's own code, which must be ``x + f(x)``
+      and is then run again on all rows.
+    - ``constant``: names of parts that do not see rows (a table of relative positions). Dropout may be active in them.
+    - ``shortcut``: name of the module on the residual path, which may change the grid; "" if there is none.
+    - ``dim``: where rows begin in the block's input: 1 in ``[B, N, C]`` and ``[B, H, W, C]``, 2 in ``[B, C, H, W]``.
+    - ``passes``: the block returns a tuple of its output and its other arguments, unchanged (such as a grid).
     """
 
     mixers: tuple[Mixer, ...] = (Mixer(),)
@@ -132,7 +133,7 @@ class Residual(RunAgain):
             yield shortcut, Shortcut(self.shortcut)
 
     def path(self, block: nn.Module) -> nn.Module | None:
-        """The module on the residual path, None where that is the input itself."""
+        """Return the module on the residual path; None if that path is the input itself."""
         shortcut = find(block, self.shortcut)
         return None if isinstance(shortcut, nn.Identity) else shortcut
 
@@ -157,8 +158,8 @@ class Residual(RunAgain):
 class PointwiseBlock(RunAgain):
     """``shortcut(x) + drop(scale · f(conv(pool(x))))`` on ``[B, C, H, W]``, where f is run again on kept rows.
 
-    ``pointwise`` names the modules of f, which treat rows one by one but for ``response``, a global response norm. They
-    work on ``[B, H, W, C]``, or on ``[B, C, H, W]`` if they have 1×1 convolutions.
+    ``pointwise`` names the modules of f, in order. They treat rows one by one, except for ``response``, a global
+    response norm, and work on ``[B, H, W, C]``, or on ``[B, C, H, W]`` if they have 1×1 convolutions.
     """
 
     called: ClassVar[tuple[str, ...]] = ("conv", "pool", "shortcut", "drop")
@@ -178,7 +179,7 @@ class PointwiseBlock(RunAgain):
             yield response, Response(self.response)
 
     def dim(self, block: nn.Module) -> int:
-        """Where rows are in the input of f."""
+        """Return where rows begin in the input of f: dimension 2 of ``[B, C, H, W]``, or 1 of ``[B, H, W, C]``."""
         layers = (layer for name in self.pointwise for layer in find(block, name).modules())
         return 2 if any(isinstance(layer, nn.Conv2d) for layer in layers) else 1
 
@@ -192,7 +193,7 @@ class PointwiseBlock(RunAgain):
 
 @dataclass(frozen=True)
 class Patches(RunAgain):
-    """``conv(f(x))`` on ``[B, C, H, W]`` with stride ≥ kernel, run again on the patches of kept outputs."""
+    """``down(f(x))`` on ``[B, C, H, W]`` with stride ≥ kernel, run again on the patches of kept outputs."""
 
     down: str = "1"
 
@@ -203,7 +204,8 @@ class Patches(RunAgain):
 
 
 def changes(parametrization: ParametrizationList) -> bool:
-    """Whether a forward in training changes its state, as a power iteration does: tried on a copy."""
+    """Return whether a forward in training changes a parametrization's buffers, as a power iteration does. It is tried
+    on a copy."""
     if not any(True for _ in parametrization.buffers()):
         return False
     tried = copy.deepcopy(parametrization).train()
@@ -214,7 +216,7 @@ def changes(parametrization: ParametrizationList) -> bool:
 
 
 def not_row_by_row(block: nn.Module | None, constant: tuple[str, ...] = (), prefix: str = "") -> Iterator[str]:
-    """What is random in a block or depends on other rows than those it is run on, outside of its constant parts."""
+    """Yield why a block's result on kept rows would differ: dropout outside of its ``constant`` parts, batch norm."""
     for name, module in () if block is None else block.named_modules():
         found = f"{prefix}{name}".rstrip(".")
         if dropout_rate(module) and not any(inside(name, part) for part in constant):
@@ -225,12 +227,12 @@ def not_row_by_row(block: nn.Module | None, constant: tuple[str, ...] = (), pref
 
 
 def is_stochastic_depth(module: nn.Module) -> bool:
-    """Stochastic depth, of any library."""
+    """Return whether a module is stochastic depth, of any library."""
     return bare_name(module).endswith(STOCHASTIC_DEPTH)
 
 
 def dropout_rate(module: nn.Module) -> float:
-    """The probability with which a module drops elements, 0 if it does not."""
+    """Return the probability with which a module drops elements; 0 if it does not."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p
     return module.dropout if isinstance(module, nn.MultiheadAttention) else 0.0

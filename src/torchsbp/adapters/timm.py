@@ -17,7 +17,7 @@ from .names import find
 from .rerun import Mixer, Patches, PointwiseBlock, Residual
 from .windowed import InWindows, PartitionBlock, WindowBlock, Windowed
 
-# Where timm keeps it, and where it was before.
+# Classes, by all the names that releases of timm give them.
 ATTENTION = ("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention")
 EVA_ATTENTION = ("timm.models.eva.EvaAttention", "timm.layers.attention.AttentionRope")
 MLP = ("timm.layers.mlp.Mlp",)
@@ -32,7 +32,7 @@ def prefix_tokens(model: nn.Module) -> int:
 
 
 def chain_of(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
-    """The members of a chain: ``stages.0``, …, or ``stages_0``, … where ``features_only`` has flattened it."""
+    """Return the members of a chain: ``stages.0``, …, or ``stages_0``, … if ``features_only`` has flattened it."""
     chain = find(model, name)
     if chain is None:
         return [(key, child) for key, child in model.named_children() if key.startswith(f"{name}_")]
@@ -40,7 +40,7 @@ def chain_of(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
 
 
 def stages(chain: str, shrink: Shrink | None, model: nn.Module) -> list[Stage]:
-    """Every stage of a chain begins with its down-sampling layer, where it has one."""
+    """Return the stages of a chain. Each begins with its own down-sampling layer, if it has one."""
     found = []
     for name, stage in chain_of(model, chain):
         down = find(stage, "downsample")
@@ -51,7 +51,8 @@ def stages(chain: str, shrink: Shrink | None, model: nn.Module) -> list[Stage]:
 
 
 def hybrid_stages(model: nn.Module) -> list[Stage]:
-    """The described blocks of every stage, also inside of others; its first block shrinks the grid."""
+    """Return CoAtNet's and MaxViT's stages: all described blocks, also inside other modules. The first block of a stage
+    shrinks the grid, as its shortcut tells."""
     found = []
     for name, stage in chain_of(model, "stages"):
         modules = list(stage.named_modules())
@@ -65,14 +66,15 @@ FEATURES_ONLY = ("timm.models._features.FeatureDictNet", "timm.models._features.
 
 
 def with_features(layout: Layout) -> tuple[Layout, ...]:
-    """The same behind ``features_only=True``, which flattens the first level: ``stem.0`` is ``stem_0``."""
+    """Return the layout, and those of the same models behind ``features_only=True``, which flattens the first level:
+    ``stem.0`` becomes ``stem_0``."""
     assert isinstance(layout.entry, str)
     flat = replace(layout, entry=partial(last_of, layout.entry), holds_any=True)
     return layout, *(replace(flat, model=model) for model in FEATURES_ONLY)
 
 
 def last_of(entry: str, model: nn.Module) -> str:
-    """The module of that name, or the last of those that it was flattened into."""
+    """Return the name of the entry, or of the last module that it was flattened into."""
     return next((key for key in reversed(model._modules) if key == entry or key.startswith(f"{entry}_")), "")
 
 
@@ -92,7 +94,7 @@ MLPS: tuple[dict[str, Any], ...] = (
     {"mlp": ("timm.layers.mlp.GluMlp",), "gated": True},
     {"mlp": ("timm.layers.mlp.SwiGLU",), "gated": True, "fc1": ("mlp.fc1_g", "mlp.fc1_x")},
 )
-"""The classes of MLPs, and what is otherwise in them."""
+"""Kinds of MLPs: their classes, and the fields of a description that differ for them."""
 DROPOUTS = ("attn.attn_drop", "attn.proj_drop", "mlp.drop1", "mlp.drop2")
 QKV_BIAS = ("attn.q_bias", "attn.k_bias", "attn.v_bias")
 GATES = ("attn.gate", "mlp.gate_last")
@@ -101,7 +103,8 @@ ATTENTION_NORM: dict[str, Any] = {"idle": (*DROPOUTS, *GATES), "attention_norm":
 
 
 def lean(description: TransformerBlock, *attentions: dict[str, Any]) -> tuple[TransformerBlock, ...]:
-    """One for every kind of attention and MLP: names of parts, and under "attn" and "mlp" the classes of these."""
+    """Return a description for every kind of attention, with a norm in it or without, and of MLP. An item of
+    ``attentions`` has the classes of attention, under "attn", and the fields that differ for it."""
     found = []
     for attention, norm, mlp in product(attentions, (NO_ATTENTION_NORM, ATTENTION_NORM), MLPS):
         parts = {**attention, **norm, **mlp}
@@ -267,7 +270,7 @@ HYBRID = Adapter(
 def swin(
     name: str, file: str, model: str, block: str, layout: Layout, attention: str, *descriptions: InWindows
 ) -> Adapter:
-    """Attention is of that class; its projection is a linear layer."""
+    """Return the adapter of a Swin, whose attention is of the class ``attention``, with a linear layer ``qkv``."""
     path = f"timm.models.{file}."
     classes = {"attn": (path + attention,), "attn.qkv": LINEARS, "mlp": MLP}
     return Adapter(

@@ -1,5 +1,5 @@
-"""timm: maps with attention in windows, or with other mixers. HieraDet (SAM 2), the ViT of SAM, GCViT, Twins, VOLO,
-MViT v2, MetaFormer (CAFormer, ConvFormer), FocalNet, MambaOut and EdgeNeXt."""
+"""timm: families with attention in windows of a map, or with other mixers: HieraDet (SAM 2), the ViT of SAM, GCViT,
+Twins, VOLO, MViT v2, MetaFormer (CAFormer, ConvFormer), FocalNet, MambaOut and EdgeNeXt."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ UNUSED = (*DROPOUTS, "mlp.norm")
 
 
 def still_sizes(block: Any, grid: Grid) -> tuple[Grid, Grid]:
-    """Windows that are never shifted; one for the whole grid where a block has none."""
+    """Return windows that are never shifted; the whole grid as one window if the block has none."""
     window = W.in_each(block.window_size, grid)
     return window if any(window) else grid, (0,) * len(grid)
 
@@ -34,7 +34,7 @@ def no_bias(m: Any, window: Grid) -> Tensor:
 
 
 def pooling_stages(model: Any) -> list[Stage]:
-    """The first block of a stage pools."""
+    """Return HieraDet's stages. The first block of a stage may pool."""
     return [
         Stage(blocks, f"{blocks[0]}.pool" if find(model, f"{blocks[0]}.pool") is not None else "")
         for blocks in cut_at_ends(model)
@@ -46,7 +46,7 @@ HIERA_DET = Adapter(
     layouts=Layout("timm.models.hieradet_sam2.HieraDet", grid=channels_last_grid, stages=pooling_stages),
     blocks={
         "timm.models.hieradet_sam2.MultiScaleBlock": (
-            Plain(where="proj"),  # of norm1(x), and pooled: its residual path is not its input
+            Plain(where="proj"),  # the residual path is proj(norm1(x)), pooled: not the block's input
             TransformerBlock(idle=("is_windowed", *UNUSED), classes={"mlp": MLP}),
             WindowBlock(
                 sizes=still_sizes,
@@ -64,7 +64,7 @@ HIERA_DET = Adapter(
 
 
 def sam_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, window: Grid) -> Tensor:
-    """What is added to the scores of a query depends on it, and on where it is in its window."""
+    """SAM's attention. A query's bias depends on the query and on its place in the window, which ``added`` selects."""
     q, k, v = projections(m, x, everything)
     slots = added(torch.arange(window[0] * window[1], device=x.device).view(1, -1, 1)).flatten(1)
     if m.use_rel_pos:
@@ -110,12 +110,12 @@ GLOBAL_CONTEXT = Adapter(
 
 
 def grid_beside(embed: nn.Module, x: Tensor, y: Any) -> Grid:
-    """That of an entry which returns tokens and their grid."""
+    """Return the grid of an entry that returns tokens and their grid."""
     return tuple(y[1])
 
 
 def twins_stages(model: nn.Module) -> list[Stage]:
-    """Every stage begins with patches."""
+    """Return Twins' stages, each of which begins with a patch embedding."""
     names = member_names(model, "blocks")
     return [Stage(member_names(model, name), f"patch_embeds.{i}" if i else "") for i, name in enumerate(names)]
 
@@ -129,7 +129,7 @@ TWINS = Adapter(
 
 
 def volo_stages(model: nn.Module) -> list[Stage]:
-    """Chains of blocks, with layers between them that shrink the grid."""
+    """Return VOLO's stages: chains of blocks, with layers between them that shrink the grid."""
     found, down = [], ""
     for name, layer in model.network.named_children():  # type: ignore[union-attr]
         name = f"network.{name}"
@@ -153,7 +153,7 @@ VOLO = Adapter(
 
 
 def mvit_stages(model: nn.Module) -> list[Stage]:
-    """The first block of a stage may pool."""
+    """Return MViT's stages. The first block of a stage may pool."""
     chains = [member_names(model, f"{name}.blocks") for name in member_names(model, "stages")]
     return [Stage(blocks, f"{blocks[0]}.shortcut_pool_attn") for blocks in chains]
 
@@ -176,14 +176,14 @@ ROWS_ALONE = (
     *(PATH + name for name in NORMS),
     *("timm.layers.norm.LayerNorm", "timm.layers.norm.LayerNorm2d", "torch.nn.modules.normalization.LayerNorm"),
 )
-"""Norms of one row. PoolFormer's are those of whole maps."""
+"""Norms of one row. PoolFormer's norms, over whole maps, are not among them."""
 
 METAFORMER = Adapter(
     name="timm MetaFormer",
     layouts=with_features(Layout(PATH + "MetaFormer", entry="stem", stages=partial(stages, "stages", None))),
     blocks={
         PATH + "MetaFormerBlock": (
-            Plain(where="res_scale1"),  # a scale on the residual path: it is not x + …
+            Plain(where="res_scale1"),  # scales the residual path, so that the block is not x + …
             Residual(
                 mixers=(Mixer("token_mixer"),),
                 classes={"norm1": ROWS_ALONE, "norm2": ROWS_ALONE, "token_mixer": (PATH + "Attention",)},
@@ -212,7 +212,7 @@ FOCALNET = Adapter(
 
 @dataclass(frozen=True)
 class LastChannels(Mixer):
-    """A mixer of the last channels of what its source gives, which the block's code splits off, channels first."""
+    """A mixer that sees the last channels of its source's output; the block's code splits them off, channels first."""
 
     def input_of(self, block: nn.Module, x: Tensor) -> Tensor:
         norm, layer = (find(block, name) for name in self.source.split())
@@ -237,7 +237,7 @@ MAMBAOUT = Adapter(
 
 
 def edge_stages(model: nn.Module) -> list[Stage]:
-    """A stage begins with a layer that shrinks the grid, or its first block does."""
+    """Return EdgeNeXt's stages. A layer before the stage shrinks the grid, or the convolution of its first block."""
     found = stages("stages", None, model)
     return [its if its.downsample else replace(its, downsample=f"{its.blocks[0]}.conv_dw") for its in found]
 

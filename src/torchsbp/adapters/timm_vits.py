@@ -1,4 +1,4 @@
-"""timm: more plain ViTs. NaFlexViT, the encoders of Qwen3, DeepSeek and Gemma 4, CaiT, ConViT, PiT and Hiera."""
+"""timm: more ViTs. NaFlexViT, the encoders of Qwen3, DeepSeek and Gemma 4, CaiT, ConViT, PiT and Hiera."""
 
 from itertools import pairwise
 from typing import Any
@@ -18,7 +18,7 @@ PRE_NORM = Residual()
 
 
 def naflex_grid(embeds: nn.Module, x: Tensor, y: Any) -> Grid:
-    """It returns the grid beside the tokens; none where each sample has its own."""
+    """Return the grid, which the entry returns beside the tokens; raise if each sample has its own."""
     if y[1] is None:
         raise UsageError(
             f"NaFlexVit was given patches of shape {tuple(x.shape)} with coordinates: grids differ from sample to "
@@ -43,7 +43,7 @@ QWEN3 = Adapter(
 DEEPSEEK = Adapter(
     name="timm DeepSeek ViT",
     layouts=like_vit("deepseek_vit.DeepseekVitEncoder", prefix=0),
-    blocks={"timm.models.deepseek_vit.DeepseekVitBlock": PRE_NORM},  # its RMS norm is computed in float32
+    blocks={"timm.models.deepseek_vit.DeepseekVitBlock": PRE_NORM},  # run again, as its RMS norm is computed in float32
 )
 
 
@@ -64,7 +64,7 @@ GEMMA4 = Adapter(
 
 CAIT = Adapter(
     name="timm CaiT",
-    layouts=like_vit("cait.Cait", prefix=0),  # the class token comes behind these blocks
+    layouts=like_vit("cait.Cait", prefix=0),  # the class token is added after these blocks
     blocks={"timm.models.cait.LayerScaleBlock": PRE_NORM},
 )
 
@@ -72,14 +72,14 @@ CONVIT = Adapter(
     name="timm ConViT",
     layouts=like_vit("convit.ConVit", prefix=0),
     blocks={
-        # The class token comes before the last blocks, those with plain attention: they have other positions.
+        # The last blocks, with plain attention, have other positions: a class token is added before them.
         "timm.models.convit.Block": (Plain(where="attn.qkv"), PRE_NORM),
     },
 )
 
 
 def pooled_stages(model: nn.Module) -> list[Stage]:
-    """PiT's: every stage but the first begins with a pooling layer."""
+    """Return PiT's stages. Every stage but the first begins with a pooling layer."""
     names = member_names(model, "transformers")
     return [
         Stage(member_names(model, f"{name}.blocks"), f"{name}.pool" if find(model, f"{name}.pool") is not None else "")
@@ -98,11 +98,12 @@ PIT = Adapter(
     default_blocks=early_stages,
 )
 
-UNIT = 8  # side of a mask unit: three halvings
+UNIT = 8  # side of a mask unit, 2³: the grid is halved three times
 
 
 def units_grid(embed: Any, x: Tensor, y: Tensor) -> Grid:
-    """Hiera's order of tokens, in which neighbours to pool are far apart: place in a unit of 8×8, then units."""
+    """Return the grid in Hiera's order of tokens: place in a unit of 8×8, then the units. Tokens that are pooled
+    together are far apart in it."""
     height, width = (n // stride // UNIT for n, stride in zip(x.shape[2:], embed.proj.stride, strict=True))
     return UNIT**2, height, width
 
@@ -112,7 +113,7 @@ def quartered(grid: Grid) -> Grid:
 
 
 def cut_at_ends(model: Any) -> list[tuple[str, ...]]:
-    """One list of blocks, cut where stages end; a feature backbone may have lost the last ones."""
+    """Return the names of one list of blocks, cut where stages end. A feature backbone may lack the last blocks."""
     begins = [0, *(end + 1 for end in model.stage_ends)]
     numbers = [int(key) for key in model.blocks._modules]
     chains = [tuple(f"blocks.{i}" for i in numbers if begin <= i < end) for begin, end in pairwise(begins)]
@@ -120,7 +121,7 @@ def cut_at_ends(model: Any) -> list[tuple[str, ...]]:
 
 
 def hiera_stages(model: Any) -> list[Stage]:
-    """The first block of a stage pools."""
+    """Return Hiera's stages. After the first stage, ``q_pool`` stages begin with a block that pools."""
     return [
         Stage(blocks, shrink=quartered if 0 < i <= model.q_pool else None)
         for i, blocks in enumerate(cut_at_ends(model))

@@ -18,7 +18,8 @@ FEATURES = ("torchvision.models._utils.IntermediateLayerGetter", "torch.nn.modul
 
 
 def stages(first: int, shrink: Shrink | None, model: nn.Module, head: str = "features.") -> list[Stage]:
-    """``features`` alternates: blocks of a stage, layer into the next one, …; the first stage has this number."""
+    """Return the stages in ``features``, which alternates between the blocks of a stage and the layer into the next
+    stage; ``first`` is the index of the first stage."""
     count, found = len(member_names(model, head.rstrip(".")) if head else model._modules), []
     for i in range(first, count, 2):
         blocks = member_names(model, f"{head}{i}")
@@ -27,8 +28,8 @@ def stages(first: int, shrink: Shrink | None, model: nn.Module, head: str = "fea
 
 
 def with_wrappers(layout: Layout, **traced: Any) -> tuple[Layout, ...]:
-    """The same in a feature extractor, with what differs there, and in ``model.features`` on its own: as it is, or as
-    the body of a detector."""
+    """Return the layout, and those of the same model in a feature extractor, where the fields ``traced`` differ, and of
+    ``model.features`` on its own: as it is, or as the body of a detector."""
     entry: Any = layout.entry
     stages: Any = layout.stages
     extractor = replace(layout, model=TRACED, holds_any=True, **traced)
@@ -97,13 +98,13 @@ CONVNEXT = Adapter(
 
 
 def unshifted_sizes(block: Any, grid: Grid) -> tuple[Grid, Grid]:
-    """A grid of one window is not shifted."""
+    """Return window and shift. Where the grid is not larger than a window, there is no shift."""
     window = tuple(block.attn.window_size)
     return window, tuple(0 if n <= w else s for n, w, s in zip(grid, window, block.attn.shift_size, strict=True))
 
 
 def shrunk_sizes(block: Any, grid: Grid) -> tuple[Grid, Grid]:
-    """Video Swin: nor is its window larger than the grid."""
+    """Return Video Swin's window and shift: the window is not larger than the grid either."""
     window, shift = unshifted_sizes(block, grid)
     return tuple(min(n, w) for n, w in zip(grid, window, strict=True)), shift
 
@@ -112,7 +113,7 @@ CUT: dict[str, Any] = {"sizes": unshifted_sizes, "pads_first": True}
 
 
 def swin_block(attention: str, **changes: Any) -> Windowed:
-    """A block that is run again. Attention is of that class; its projection is a linear layer."""
+    """Describe a block that is run again. Its attention is of the class ``attention``, with a linear layer ``qkv``."""
     description = Windowed(
         idle=("attn.attention_dropout", "attn.dropout"),
         classes={"attn": (f"torchvision.models.{attention}",), "attn.qkv": LINEARS},
@@ -125,7 +126,7 @@ def swin_block(attention: str, **changes: Any) -> Windowed:
 
 
 def lean_swin_block(attention: str, **changes: Any) -> WindowBlock:
-    """The same, known part by part."""
+    """Describe the same block, known part by part."""
     description = WindowBlock(
         idle=("attn.attention_dropout", "attn.dropout", "mlp.2", "mlp.4"),
         classes={"attn": (f"torchvision.models.{attention}",), "mlp": ("torchvision.ops.misc.MLP",)},
@@ -151,7 +152,7 @@ SWIN = Adapter(
             *("torchvision.models.swin_transformer.SwinTransformer", "features.0"),
             *(channels_last_grid, partial(stages, 1, halved)),
         ),
-        entry="features.0.0",  # the convolution: the chain around it is not called
+        entry="features.0.0",  # the convolution, as the chain around it is not called
         grid=output_grid,
     ),
     default_blocks=early_stages,
@@ -196,8 +197,8 @@ VIDEO_SWIN = Adapter(
 
 
 def maxvit_stages(model: nn.Module) -> list[Stage]:
-    """Every layer has a convolution, attention in windows and across a grid; the first convolution of a stage shrinks
-    that."""
+    """Return MaxViT's stages. A layer has a convolution, attention in windows and attention across a grid; the first
+    convolution of a stage shrinks the map."""
     found = []
     for stage in member_names(model, "blocks"):
         layers = member_names(model, f"{stage}.layers")

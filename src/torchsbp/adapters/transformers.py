@@ -1,7 +1,7 @@
 """Hugging Face transformers: ViT, DeiT, ViT-MSN, I-JEPA, VitPose, DINOv2, DINOv3, the vision towers of CLIP and SigLIP,
 ConvNeXt; models, and backbones that give feature maps.
 
-Releases name the same parts differently: a block class with two descriptions has had both.
+Releases of transformers name the same parts differently, so that a block class may need several descriptions.
 """
 
 import sys
@@ -20,7 +20,7 @@ from .lean import ConvBlock, DownsampleList, RotaryBlock, TransformerBlock
 from .names import find
 from .rerun import Mixer, PointwiseBlock, Residual
 
-OLDEST = (5, 6)  # before, the towers of CLIP and SigLIP were nested otherwise and VideoMAE's biases lay elsewhere
+OLDEST = (5, 6)  # older releases nest CLIP's and SigLIP's towers differently and have VideoMAE's biases elsewhere
 
 Names = dict[str, Any]
 Prefix = int | Callable[[nn.Module], int]
@@ -34,13 +34,13 @@ def check_version() -> None:
 
 
 def one_stage(names: tuple[str, ...], model: nn.Module) -> list[Stage]:
-    """The blocks in the first of these lists that the model has."""
+    """Return one stage: the blocks in the first of these lists that the model has."""
     check_version()
     return [Stage(next(filter(None, (member_names(model, name) for name in names)), ()))]
 
 
 def convnext_stages(chain: str, down: str, model: nn.Module) -> list[Stage]:
-    """A list of layers leads into every stage but the first, where DINOv3 has its stem."""
+    """Return ConvNeXt's stages. A list of layers leads into every stage but the first, where DINOv3 has its stem."""
     check_version()
     names = member_names(model, chain)
     return [Stage(member_names(model, f"{name}.layers"), f"{name}.{down}" if i else "") for i, name in enumerate(names)]
@@ -51,12 +51,13 @@ def class_and_registers(model: nn.Module) -> int:
 
 
 def family(module: str, prefix: str) -> str:
-    """What the qualified names of a family's classes begin with."""
+    """Return what the qualified names of a family's classes begin with."""
     return f"transformers.models.{module}.modeling_{module}.{prefix}"
 
 
 def attention(name: str, qkv: tuple[str, str, str], proj: str, heads: str, scale: str, *idle: str) -> Names:
-    """The parts of attention, as names in the module of that name; ``proj`` and ``idle`` are names in the block."""
+    """Return the fields that describe attention, the module ``name`` of the block. ``qkv``, ``heads`` and ``scale`` are
+    names in that module, ``proj`` and ``idle`` are names in the block."""
     return {
         "heads": f"{name}.{heads}",
         "softmax_scale": f"{name}.{scale}",
@@ -98,7 +99,8 @@ def block(
     classes: dict[str, str],
     kind: type[TransformerBlock] = TransformerBlock,
 ) -> TransformerBlock:
-    """A block of the family ``cls`` that has these parts and no others: layer scale and drop path only if named."""
+    """Describe a block of the family ``cls`` that has these parts and no others: norms of queries and keys, layer scale
+    and drop path only if named. ``classes``: part -> what its class name has after ``cls``."""
     names = dict.fromkeys(("q_norm", "k_norm", "scale1", "scale2", "drop1", "drop2"), "")
     for part in parts:
         names |= part
@@ -122,7 +124,7 @@ def vitpose_block(cls: str) -> TransformerBlock:
 
 
 def nested_block(cls: str) -> TransformerBlock:
-    """Of VideoMAE, and of ViT and its like before transformers 5.9."""
+    """Describe a block of VideoMAE, and of ViT and its like before transformers 5.9."""
     classes = {"attention.attention": "SelfAttention", "attention.output": "SelfOutput"}
     classes |= {"intermediate": "Intermediate", "output": "Output"}
     return block(cls, "layernorm_before", "layernorm_after", QUERY, INTERMEDIATE, classes=classes)
@@ -134,13 +136,13 @@ def dinov2_block(cls: str, mlp: str = "MLP", names: Names = MLP) -> TransformerB
 
 
 def nested_dinov2_block(cls: str) -> TransformerBlock:
-    """Of DINOv2 before transformers 5.18."""
+    """Describe a block of DINOv2 before transformers 5.18."""
     classes = {"attention.attention": "SelfAttention", "attention.output": "SelfOutput"}
     classes |= {"mlp": "MLP", "layer_scale1": "LayerScale", "layer_scale2": "LayerScale"}
     return block(cls, "norm1", "norm2", QUERY, OLD_MLP, LAYER_SCALE, DROP_PATH, classes=classes)
 
 
-RERUN = Residual(  # gated MLPs, rotary embeddings
+RERUN = Residual(  # DINOv2's and DINOv3's blocks with a part that the ops don't know
     mixers=(Mixer("attention"),),
     idle=("attention.dropout", "attention.attention_dropout", "attention.attention.dropout_prob"),
 )
@@ -156,7 +158,7 @@ BACKBONES = ("Model", "Backbone")  # a Backbone that holds a Model needs no layo
 
 
 def layouts(cls: str, models: tuple[str, ...], layout: Layout) -> tuple[Layout, ...]:
-    """The same for several classes of a family."""
+    """Return the layout for each of several model classes of a family."""
     return tuple(replace(layout, model=cls + model) for model in models)
 
 
@@ -170,7 +172,7 @@ def transformer(
     block: str = "Layer",
     blocks: tuple[str, ...] = ("encoder.layer",),
 ) -> Adapter:
-    """The adapter of a family with one stage whose entry is the convolution that makes patches."""
+    """Return the adapter of a family with one stage. Its entry is the convolution that makes patches, unless given."""
     layout = Layout("", entry, stages=partial(one_stage, blocks), prefix=prefix)
     return Adapter(
         name=f"transformers {name}",
@@ -180,7 +182,8 @@ def transformer(
 
 
 def vit(name: str, cls: str, prefix: int) -> Adapter:
-    """Of images. Other families may be read anywhere: as towers, backbones, or by more than one head."""
+    """Return the adapter of a ViT for images, with what is recommended for such. Other families may be read anywhere:
+    as towers, backbones, or by more than one head."""
     descriptions, blocks = (vit_block(cls), nested_block(cls)), ("layers", "encoder.layer")
     adapter = transformer(name, cls, *descriptions, prefix=prefix, blocks=blocks)
     return replace(adapter, recommended=recommended.VIT)
@@ -200,7 +203,7 @@ def tower(
     models: tuple[str, ...] = ("VisionModel",),
     block: str = "EncoderLayer",
 ) -> Adapter:
-    """That of a vision tower; CLIP's unless its block is described."""
+    """Return the adapter of a vision tower, with CLIP's block unless another one is described."""
     return transformer(
         name,
         cls,

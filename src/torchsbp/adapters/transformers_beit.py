@@ -17,7 +17,7 @@ INTERPOLATED = "interpolate_pos_encoding", "resolution"  # arguments of blocks
 def relative_bias(
     own: nn.Module | None, shared: Tensor | None, patch: int, positions: int, interpolated: bool, resolution: Any
 ) -> Tensor | None:
-    """The block's own, and that of all blocks."""
+    """Return the sum of the block's own bias and the one that all blocks share, or whichever there is."""
     if own is None:
         return shared
     height, width = resolution
@@ -32,7 +32,7 @@ def beit_bias(
     interpolate_pos_encoding: bool = False,
     resolution: tuple[int, int] | None = None,
 ) -> Tensor | None:
-    """That of all blocks is given as a mask."""
+    """Return BEiT's bias. The one that all blocks share is given as an attention mask."""
     own, patch = block.relative_position_bias, block.patch_size
     return relative_bias(own, attention_mask, patch, positions, interpolate_pos_encoding, resolution)
 
@@ -69,7 +69,7 @@ BEIT_CLASSES = family("beit", "Beit")
 BEIT = transformer(
     "BEiT",
     BEIT_CLASSES,
-    *(beit_block(BEIT_CLASSES), data2vec_block(BEIT_CLASSES)),  # the second in transformers 5.6
+    *(beit_block(BEIT_CLASSES), data2vec_block(BEIT_CLASSES)),  # the second is the block of transformers 5.6
     Residual(
         mixers=(Mixer("attention", "layernorm_before"),),
         idle=("attention.attention_dropout",),

@@ -27,7 +27,7 @@ TIPS_V2 = dinov2("TIPSv2 vision", family("tipsv2", "Tipsv2Vision"), prefix=class
 
 
 def patch_grid(entry: Any, x: Tensor, y: Tensor) -> Grid:
-    """Of an embedding that cuts images by itself."""
+    """Return the grid of an embedding that cuts images itself."""
     return tuple(n // entry.patch_size for n in x.shape[-2:])
 
 
@@ -36,7 +36,7 @@ def summary_tokens(model: nn.Module) -> int:
 
 
 def radio() -> Adapter:
-    """Its entry is the whole embedding. Images that are packed into one sequence are refused in training."""
+    """Return RADIO's adapter. Its entry is the whole embedding. Images packed into one sequence can't be trained on."""
     adapter = dinov2("RADIO", family("radio", "Radio"), prefix=summary_tokens)
     layouts = tuple(replace(its, entry="embeddings", grid=patch_grid) for its in adapter.every_layout)
     return replace(adapter, layouts=layouts)
@@ -52,7 +52,7 @@ def pixio_block(mlp: Names) -> TransformerBlock:
 
 
 def nested_pixio_block() -> TransformerBlock:
-    """Of transformers 5.6; later ones have but another name in the MLP."""
+    """Describe the block of transformers 5.6. Later releases differ from each other in one name in the MLP only."""
     classes = {"attention.attention": "SelfAttention", "attention.output": "SelfOutput", "mlp": "MLP"}
     return block(PIXIO_CLASSES, "norm1", "norm2", QUERY, OLD_MLP, DROP_PATH, classes=classes)
 

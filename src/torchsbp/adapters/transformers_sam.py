@@ -1,5 +1,5 @@
-"""Hugging Face transformers: the image encoders of SAM, SAM-HQ and SAM 2, with attention in windows and of all
-positions. No contest has been run for any of them."""
+"""Hugging Face transformers: the image encoders of SAM, SAM-HQ and SAM 2, with attention in windows or among all
+positions. No contest (docs/study) has been run for any of them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,14 +17,14 @@ from .windowed import ScoreBias, Windowed
 
 
 def sam_sizes(block: Any, grid: Grid) -> tuple[Grid, Grid]:
-    """Windows that are not shifted, or one of all positions."""
+    """Return windows that are not shifted, or one window of all positions."""
     return (block.window_size,) * 2 if block.window_size else grid, (0, 0)
 
 
 def sam_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, window: Grid) -> Tensor:
-    """Scores are ``q · (scale · k + h + w)``: h and w are learned for the distance in height and in width.
+    """SAM's attention: scores are ``q · (scale · k + h + w)``, with h and w learned for distances in height and width.
 
-    The layer of queries, keys and values is called as a whole: LoRA is often put on it.
+    The layer ``qkv`` is called, instead of parts of its weight being read, as LoRA is often put on it.
     """
     projected = m.qkv(x).chunk(3, -1)[0], *m.qkv(everything).chunk(3, -1)[1:]
     q, k, v = (t.unflatten(-1, (m.num_attention_heads, -1)).transpose(1, 2) for t in projected)
@@ -34,7 +34,7 @@ def sam_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, windo
 
 
 def distances(m: Any, q: Tensor, added: ScoreBias, window: Grid) -> Tensor:
-    """``q · (h + w)`` for kept queries ``q [windows, heads, k, D]`` and all keys of their windows."""
+    """Return ``q · (h + w)`` for kept queries ``q [windows, heads, k, D]`` and all keys of their windows."""
     height, width = window
     to_rows = m.get_rel_pos(height, height, m.rel_pos_h).repeat_interleave(
         width, 0
@@ -64,7 +64,7 @@ def sam(name: str, module: str, prefix: str) -> Adapter:
 
 @dataclass(frozen=True)
 class Pooling(Plain):
-    """The first block of a stage of SAM 2, which has fewer queries than keys, or more channels behind it."""
+    """The first block of a stage of SAM 2, which pools its queries or changes the number of channels."""
 
     def problems(self, block: nn.Module) -> Iterator[str]:
         if not pools(block):
@@ -76,7 +76,7 @@ def pools(block: Any) -> bool:
 
 
 def sam2_stages(model: nn.Module) -> list[Stage]:
-    """A block that pools begins a stage, whose grid is that behind it."""
+    """Return SAM 2's stages. A block that pools begins a stage, whose grid is the one after pooling."""
     check_version()
     stages: list[Stage] = []
     for name, block in find(model, "blocks").named_children():

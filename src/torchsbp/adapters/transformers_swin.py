@@ -15,7 +15,7 @@ from .windowed import InWindows, WindowBlock, Windowed
 
 
 def swin_stages(model: nn.Module) -> list[Stage]:
-    """Patch merging ends the stage before."""
+    """Return Swin's stages. In the model, the layer into a stage is part of the stage before it."""
     names = member_names(model, "encoder.layers")
     blocks = [member_names(model, f"{name}.blocks") for name in names]
     between = [f"{name}.downsample" for name in names]
@@ -23,12 +23,12 @@ def swin_stages(model: nn.Module) -> list[Stage]:
 
 
 def given_grid(entry: nn.Module, x: Tensor, y: Any) -> Grid:
-    """Behind its tokens, the embedding gives their grid."""
+    """Return the grid, which the embedding returns after its tokens."""
     return tuple(y[1])
 
 
 def clamped_sizes(block: Any, grid: Grid) -> tuple[Grid, Grid]:
-    """Square windows, no larger than the shorter side; then there is no shift at all."""
+    """Return square windows, no larger than the shorter side of the grid. If they are as large, there is no shift."""
     window, shift = W.own_sizes(block, grid)
     shorter = min(grid)
     return (window, shift) if shorter > window[0] else ((shorter,) * len(grid), (0,) * len(grid))
@@ -48,7 +48,7 @@ def swin(name: str, cls: str, *descriptions: InWindows, models: tuple[str, ...] 
 
 
 def swin_block(**names: Any) -> Windowed:
-    """A block that is run again."""
+    """Describe a block that is run again."""
     return Windowed(
         attention="attention",
         attention_norm="layernorm_before",
@@ -59,7 +59,7 @@ def swin_block(**names: Any) -> Windowed:
 
 
 def lean_swin_block(*parts: Names, **names: Any) -> WindowBlock:
-    """The same, known part by part; stochastic depth is that of attention alone."""
+    """Describe the same block, known part by part. Only attention has stochastic depth, unless ``drop2`` is given."""
     for part in parts:
         names |= part
     both = {"norm1": "layernorm_before", "norm2": "layernorm_after", "drop2": ""}
@@ -73,7 +73,7 @@ SELF = attention(
 
 
 def nested_swin_blocks(**windows: Any) -> tuple[InWindows, ...]:
-    """Of the Swins of MaskFormer and Donut, and of Swin in transformers 5.6."""
+    """Describe the blocks of MaskFormer's and Donut's Swin, and of Swin in transformers 5.6."""
     lean = lean_swin_block(SELF, INTERMEDIATE, softmax_scale="", score_bias=W.maskformer_bias, **windows)
     again = swin_block(
         idle=("attention.self.dropout",),

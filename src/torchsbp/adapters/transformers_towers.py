@@ -1,4 +1,4 @@
-"""Hugging Face transformers: vision towers of models of images and text, beside those of CLIP and SigLIP; DPT's ViT."""
+"""Hugging Face transformers: vision towers of models of images and text other than CLIP and SigLIP; DPT's ViT."""
 
 from torch import nn
 
@@ -32,7 +32,7 @@ KOSMOS_2 = tower("Kosmos-2 vision", family("kosmos2", "Kosmos2Vision"), prefix=1
 
 
 def idefics(name: str, module: str, prefix: str) -> Adapter:
-    """Images that are padded come with a mask of attention, which is refused in training."""
+    """Return an Idefics tower's adapter. Padded images come with an attention mask, which is refused in training."""
     cls = family(module, prefix)
     return tower(name, cls, tower_block(f"{cls}Vision"), prefix=0, models=("VisionTransformer",))
 
@@ -43,7 +43,7 @@ SMOL_VLM = idefics("SmolVLM vision", "smolvlm", "SmolVLM")
 
 
 def blip_block(cls: str) -> TransformerBlock:
-    """One layer gives queries, keys and values."""
+    """Describe a block of BLIP, in which one layer gives queries, keys and values."""
     idle = (*SELF_ATTN["idle"], "self_attn.attention_dropout")
     projections: Names = {"qkv": "self_attn.qkv", "proj": "self_attn.projection", "idle": idle}
     classes = {"self_attn": "Attention", "mlp": "MLP"}
@@ -64,7 +64,7 @@ INTERNVL_CLASSES = family("internvl", "InternVLVision")
 INTERNVL_ATTENTION = attention(
     *("attention", ("q_proj", "k_proj", "v_proj"), "attention.projection_layer", "num_heads", "scale"),
     *("attention.attention_dropout", "attention.projection_dropout", "dropout"),
-    *("attention.q_norm", "attention.k_norm"),  # of all heads together
+    *("attention.q_norm", "attention.k_norm"),  # norms of all heads together are refused
 )
 INTERNVL = transformer(
     "InternVL vision",
@@ -95,7 +95,7 @@ DPT_CLASSES = family("dpt", "DPT")
 
 
 def dpt_entry(model: nn.Module) -> str:
-    """What makes patches of an image, or of the features of a convolutional network."""
+    """Return the name of what makes patches: of an image, or of the features of a convolutional network."""
     return "embeddings.projection" if find(model, "embeddings.backbone") else "embeddings.patch_embeddings.projection"
 
 

@@ -1,4 +1,5 @@
-"""Hugging Face transformers, models of videos: VideoMAE, ViViT, V-JEPA 2. No contest has been run for any of them."""
+"""Hugging Face transformers, models of videos: VideoMAE, ViViT, V-JEPA 2. No contest (docs/study) has been run for
+any of them."""
 
 from dataclasses import replace
 from typing import Any
@@ -29,10 +30,10 @@ VJEPA2_CLASSES = family("vjepa2", "VJEPA2")
 
 
 def vjepa2_rope(its: Any, positions: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine ``[N, D]`` of time, height and width, as the block's own rotation of unit vectors shows them.
+    """Return cosine and sine ``[N, D]`` of time, height and width, read from the block's own rotation of two vectors.
 
-    ``y = x ∘ cos + rot(x) ∘ sin`` with neighbours as pairs: ones at even places become their cosines, and the sines of
-    their partners.
+    The rotation is ``y = x ∘ cos + rot(x) ∘ sin`` with neighbours as pairs. A vector with ones at even places and zeros
+    at odd ones becomes the cosines at even places, and the sines at odd ones.
     """
     m = its.attention
     even = torch.zeros(m.attention_head_size, dtype=dtype, device=device)
@@ -78,13 +79,13 @@ VJEPA2_ENTRY = "encoder.embeddings.patch_embeddings.proj"
 
 
 def vjepa2_stages(model: nn.Module) -> list[Stage]:
-    """With a classifier: the blocks of its attentive pooler go on with all positions."""
+    """Return the stage of a model with a classifier: blocks of its attentive pooler go on with all positions."""
     check_version()
     return [Stage(member_names(model, "vjepa2.encoder.layer") + member_names(model, "pooler.self_attention_layers"))]
 
 
 def vjepa2() -> Adapter:
-    """The blocks of its predictor, of the encoder's class, stay as they are."""
+    """Return V-JEPA 2's adapter. The predictor's blocks, which have the encoder's class, stay as they are."""
     encoder = transformer("V-JEPA 2", VJEPA2_CLASSES, VJEPA2_BLOCK, entry=VJEPA2_ENTRY, blocks=("encoder.layer",))
     blocks = {**encoder.blocks, f"{VJEPA2_CLASSES}PoolerSelfAttentionLayer": VJEPA2_POOLER_BLOCK}
     classifier = Layout(f"{VJEPA2_CLASSES}ForVideoClassification", f"vjepa2.{VJEPA2_ENTRY}", stages=vjepa2_stages)

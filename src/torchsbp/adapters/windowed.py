@@ -1,9 +1,9 @@
-"""Blocks with attention in windows: known part by part, or run again; and what each library's attention computes.
+"""Descriptions of blocks with attention in windows, known part by part or run again, and each library's attention.
 
-Attention of kept rows is a function of the attention module, its input at kept rows ``x [windows, k, C]`` and at all
-rows ``everything [windows, area, C]``, what is to be done to its position bias ``[heads, area, area]`` before that is
-added to the scores (its kept rows are taken, and the mask is added), and the size of a window. A bias is a function of
-the module and that size.
+A ``KeptQueryAttention`` computes attention of kept rows. It takes the attention module, its input at kept rows
+``x [windows, k, C]`` and at all rows ``everything [windows, area, C]``, a function ``added`` and the size of a window.
+It calls ``added`` on its position bias ``[heads, area, area]``, and adds what that returns to the scores: the bias of
+kept rows, with the mask. A ``ScoreBiasOf`` computes the position bias from the attention module and the window's size.
 """
 
 import math
@@ -32,7 +32,7 @@ Sizes = Callable[[Any, Grid], tuple[Grid, Grid]]
 
 
 def own_sizes(block: Any, grid: Grid) -> tuple[Grid, Grid]:
-    """Window and shift as the block has them."""
+    """Return the block's own window and shift."""
     return in_each(block.window_size, grid), in_each(block.shift_size, grid)
 
 
@@ -61,13 +61,13 @@ def maskformer_bias(m: Any, window: Grid) -> Tensor:
 
 
 def relative_bias(m: Any, window: Grid) -> Tensor:
-    """timm's MaxViT, which may have none."""
+    """Return the bias of timm's MaxViT, zeros if it has none."""
     area = math.prod(window)
     return m.qkv.weight.new_zeros(m.num_heads, area, area) if m.rel_pos is None else m.rel_pos.get_bias()
 
 
 def positional_bias(m: Any, window: Grid) -> Tensor:
-    """torchvision's MaxViT."""
+    """Return the bias of torchvision's MaxViT."""
     return m.get_relative_positional_bias()
 
 
@@ -80,7 +80,7 @@ def partition_sizes(block: Any, grid: Grid) -> tuple[Grid, Grid]:
 
 
 def whole_windows(block: Any, grid: Grid, window: Grid) -> tuple[Grid, Grid]:
-    """MaxViT's: without padding, and never shifted."""
+    """Return MaxViT's windows, which are never shifted; raise if they don't divide the grid."""
     if any(n % w for n, w in zip(grid, window, strict=True)):
         raise UsageError(
             f"{type(block).__name__} was given a map of {grid} positions, which its windows of {window} don't divide. "
@@ -90,17 +90,17 @@ def whole_windows(block: Any, grid: Grid, window: Grid) -> tuple[Grid, Grid]:
 
 
 def relative_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, window: Grid) -> Tensor:
-    """timm's Swin."""
+    """Attention of timm's Swin."""
     return attend(m, x, *projections(m, x, everything), added(timm_bias(m, window)))
 
 
 @dataclass(frozen=True)
 class InWindows(Description):
-    """How a block cuts its grid.
+    """How a block cuts its grid into windows.
 
-    - ``sizes``: (block, grid) -> sizes of window and shift; ``pads_first``: pads the grid before rolling it.
-    - ``pair``: the block returns a pair, its output and attention maps; none of these in training.
-    - ``fixed``: an argument of the block that makes it take windows as they are, whatever ``sizes`` says.
+    - ``sizes``: (block, grid) -> sizes of window and shift. ``pads_first``: the grid is padded before it is rolled.
+    - ``pair``: the block returns its output and its attention maps. In training, the maps are None.
+    - ``fixed``: an argument of the block's call that makes it use its own window and shift, whatever ``sizes`` says.
     """
 
     sizes: Sizes = own_sizes
@@ -112,12 +112,12 @@ class InWindows(Description):
         return partial(self.partition, block)
 
     def partition(self, block: nn.Module, grid: Grid, fixed: bool = False) -> Partition:
-        grid = tuple(index(n) for n in grid)  # constants under `torch.compile`, which unrolls what they count
+        grid = tuple(index(n) for n in grid)  # constants under `torch.compile`, as loops over them are unrolled
         sizes = own_sizes if fixed else self.sizes
         return Partition(grid, *sizes(block, grid), self.pads_first)
 
     def check_call(self, block: nn.Module, grid: Grid, arguments: Mapping[str, Any]) -> None:
-        """An error if the windows of this call are others than those in which rows are kept."""
+        """Raise if this call has other windows than those in which kept rows are drawn."""
         if arguments.get(self.fixed) and self.sizes(block, grid) != own_sizes(block, grid):
             raise UsageError(
                 f"{type(block).__name__} was called with {self.fixed}=True for a grid {grid} no larger than its window "
@@ -130,8 +130,9 @@ class InWindows(Description):
 class WindowBlock(InWindows, TransformerBlock):
     """A ``TransformerBlock`` with attention in windows, known part by part.
 
-    ``attention`` is the module whose position bias ``score_bias`` gives; ``last`` is a norm behind the second sum: a
-    layer of its own, which is not sampled. ``dim``: where rows are in its input, 2 in ``[B, C, H, W]``.
+    - ``attention``: the module whose position bias ``score_bias`` computes.
+    - ``last``: a norm after the second sum, which is not sampled.
+    - ``dim``: where rows begin in the block's input: 1 in ``[B, N, C]`` and ``[B, H, W, C]``, 2 in ``[B, C, H, W]``.
     """
 
     called: ClassVar[tuple[str, ...]] = ("drop1", "drop2", "last")
@@ -149,13 +150,13 @@ class WindowBlock(InWindows, TransformerBlock):
 
 @dataclass(frozen=True)
 class PartitionBlock(WindowBlock):
-    """The same in windows, or in grids across all windows, that take turns: what is kept would be equally many in each
-    of one kind, or the same for both. It is the same, as drawn for blocks without windows.
+    """A ``WindowBlock`` of a model in which windows and grids across all windows take turns, as in MaxViT.
 
-    ``strided``: block -> whether its windows are grids.
+    Rows could be kept equally many in each window of one kind, or the same for both kinds. They are the same, drawn as
+    for blocks without windows. ``strided``: block -> whether its windows are such grids.
     """
 
-    rules: tuple[str, ...] = ("query", "head", "exact")  # the op has kept keys where they are equally many
+    rules: tuple[str, ...] = ("query", "head", "exact")  # "qkv" needs equally many kept keys in each window
     strided: Callable[[Any], bool] = is_grid
 
     def partition_of(self, block: nn.Module) -> None:
@@ -167,18 +168,18 @@ class PartitionBlock(WindowBlock):
 
 @dataclass(frozen=True)
 class Last:
-    """A norm behind a block's last sum."""
+    """A norm after a block's last sum."""
 
 
 @dataclass(frozen=True)
 class Windowed(InWindows, Residual):
-    """``x + drop(attention(norm(x)))``, then ``x + drop(mlp(norm(x)))``, with attention in windows of a grid.
+    """``x + drop(attention(norm(x)))``, then ``x + drop(mlp(norm(x)))``, with attention in windows, run again.
 
-    - ``attention_*``, ``mlp_*``: names of the branches' parts; "" for those that it does not have. ``mlp`` may be
-      several modules, one after the other, with spaces between.
-    - ``post_norm``: the norms come behind attention and the MLP, ``x + drop(norm(f(x)))``.
-    - ``last``: a norm behind the second sum: a layer of its own, which is not sampled.
-    - ``kept_query_attention``: attention of kept rows.
+    - ``attention_*``, ``mlp_*``: names of the branches' parts; "" if there is none. ``mlp`` may be several modules, one
+      after the other, separated by spaces.
+    - ``post_norm``: the norms come after attention and the MLP, ``x + drop(norm(f(x)))``.
+    - ``last``: a norm after the second sum, which is not sampled.
+    - ``kept_query_attention``: attention of kept rows (see the module's docstring).
     """
 
     rules: tuple[str, ...] = ("query",)
@@ -205,27 +206,27 @@ class Windowed(InWindows, Residual):
 
 
 def cosine_attention(m: Any, x: Tensor, everything: Tensor, bias: Tensor, qkv_bias: Tensor | None = None) -> Tensor:
-    """Swin v2: the scores are cosines, times a learned scale for every head."""
+    """Swin v2's attention: scores are cosines times a learned scale per head. ``qkv_bias`` replaces the module's."""
     q, k, v = projections(m, x, everything, bias=qkv_bias)
     return attend(m, x, *cosines(q, k, m.logit_scale), v, bias, scale=1.0)
 
 
 def cosines(q: Tensor, k: Tensor, logit_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys whose products are cosines times exp(logit_scale)."""
+    """Return queries and keys whose products are cosines times ``cosine_factor(logit_scale)``."""
     return F.normalize(q, dim=-1) * cosine_factor(logit_scale), F.normalize(k, dim=-1)
 
 
 def continuous_bias(mlp: nn.Module, m: Any, window: Grid) -> Tensor:
-    """Swin v2: ``16 σ(mlp(coordinates))`` for all pairs of positions in a window.
+    """Return Swin v2's bias, ``16 σ(mlp(coordinates))`` for all pairs of positions in a window.
 
-    σ is that of the table: autograd would save as much again for σ of what is read from it.
+    σ is applied to the table, not to what is read from it, for which autograd would save as much again.
     """
     table, area = 16 * mlp(m.relative_coords_table).flatten(0, -2).sigmoid(), math.prod(window)
     return table[m.relative_position_index.flatten()].view(area, area, -1).permute(2, 0, 1).contiguous()
 
 
 def v2_bias(m: Any, window: Grid) -> Tensor:
-    """timm's and torchvision's."""
+    """Return Swin v2's bias in timm and torchvision."""
     return continuous_bias(m.cpb_mlp, m, window)
 
 
@@ -246,7 +247,7 @@ def torchvision_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBia
 
 
 def torchvision_v2_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, window: Grid) -> Tensor:
-    """Its keys have a bias that is not used."""
+    """Attention of torchvision's Swin v2, which does not use the bias of its keys."""
     bias = m.qkv.bias
     if bias is not None:
         q, k, v = bias.chunk(3)

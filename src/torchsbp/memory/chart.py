@@ -1,4 +1,4 @@
-"""The memory of a step as a picture: what is alive at the peak, and what each block saves, methods side by side."""
+"""Draw the memory of a step: what is alive at the peak, and what each block saves, methods side by side."""
 
 import re
 from collections import Counter
@@ -37,7 +37,7 @@ def check_format(path: Path) -> None:
 
 
 def at_peak(result: Result) -> dict[str, int]:
-    """What is alive at the peak; what was measured can be told apart less well."""
+    """Return what is alive at the peak, in bytes. A measurement tells fewer kinds apart than an estimate."""
     if isinstance(result, Estimate):
         return {
             "parameters": result.parameters,
@@ -58,7 +58,7 @@ def at_peak(result: Result) -> dict[str, int]:
 
 
 def part_colours(results: Mapping[str, Result]) -> dict[str, str]:
-    """A colour for each part that blocks have, the largest ones first; the small ones share the last."""
+    """Return a colour for each part of blocks, the largest parts first; the smallest share the last colour."""
     totals: Counter[str] = Counter()
     for result in results.values():
         for parts in result.parts.values():
@@ -68,12 +68,12 @@ def part_colours(results: Mapping[str, Result]) -> dict[str, str]:
 
 
 def short(name: str) -> str:
-    """ "stages.2.blocks.5" -> "2.5"."""
+    """Return a short name of a block: "2.5" for "stages.2.blocks.5"."""
     return ".".join(re.findall(r"\d+", name)) or name
 
 
 def draw(results: Mapping[str, Result], title: str, path: Path) -> None:
-    """One stack per method for the peak, and for each method one stack per block."""
+    """Draw one bar per method for its peak and, for each method, one bar per block for what it saves."""
     check_format(path)
     try:
         from matplotlib.figure import Figure

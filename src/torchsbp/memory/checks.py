@@ -45,7 +45,7 @@ def check_loss(value: object) -> None:
 
 
 def precision_name(precision: Any) -> str:
-    """A precision's name, from any of its names or the dtype."""
+    """Return the name of a precision, given any of its names or its dtype."""
     given = str(precision).removeprefix("torch.")
     name = ALSO.get(given, given)
     if not isinstance(precision, (str, torch.dtype)) or name not in PRECISIONS:

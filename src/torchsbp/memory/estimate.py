@@ -42,11 +42,12 @@ class RefusedError(UsageError):
 class Estimate:
     """The memory of one training step, in bytes.
 
-    ``saved`` is what each block saves for backward, ``parts`` the same by the parts of a block ("" is the block's own
-    function), ``saved_elsewhere`` what other layers save. At the peak, some of it is freed and some gradients exist:
-    ``saved_at_peak``, ``gradients_at_peak``; ``short_lived`` is what else is alive then. ``graphs`` is what the CUDA
-    graphs of small passes hold, ``libraries`` workspace that cuBLAS holds. ``covers`` names the part of the
-    model that was traced, "" for the whole model.
+    - ``saved``: what each block saves for backward. ``parts``: the same by parts of the block ("" is the block's own
+      function). ``saved_elsewhere``: what other layers save.
+    - ``saved_at_peak``, ``gradients_at_peak``, ``short_lived``: saved activations, gradients, and what else is alive at
+      the peak, when some activations are freed already and some gradients don't exist yet.
+    - ``graphs``: what the CUDA graphs of small passes hold. ``libraries``: workspace that cuBLAS holds.
+    - ``covers``: the part of the model that was traced, "" for the whole model.
     """
 
     config: str
@@ -75,11 +76,11 @@ class Estimate:
         return sum(self.saved.values()) + self.saved_elsewhere
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields for JSON."""
         return {**asdict(self), "saved_bytes": self.saved_bytes}
 
     def rows(self) -> list[tuple[str, int | None, int]]:
-        """(what, bytes if that is more than one moment's, bytes at the peak); the last ones sum up to the peak."""
+        """Return (what, total bytes, bytes at the peak); the latter add up to the peak. Short-lived has no total."""
         return [
             ("parameters", self.parameters, self.parameters),
             ("gradients", self.gradients, self.gradients_at_peak),
@@ -104,7 +105,7 @@ class Estimate:
 
 
 def saved_lines(saved: dict[str, int], elsewhere: int) -> list[str]:
-    """Saved bytes by block; neighbours that save the same share a line."""
+    """Return lines with the saved bytes of each block; neighbours that save the same share a line."""
     lines = ["saved by"]
     for size, group in groupby(saved.items(), key=lambda item: item[1]):
         names = [name for name, _ in group]
@@ -124,20 +125,20 @@ def estimate(
     device: str = "cuda",
     loss: Loss | None = None,
 ) -> Estimate:
-    """Predict the memory of a training step: forward, backward and optimizer, eager mode, without running it.
+    """Predict the memory of a training step (forward, backward and optimizer, in eager mode) without running it.
 
-    - ``model``: real, on the meta device, or a function that builds it (called on the meta device). It is neither
-      changed nor copied for real.
-    - ``input_shape``: ``[B, C, H, W]``, or whatever the model takes.
+    - ``model``: a module, with real weights or on the meta device; or a function that builds one, which is called on
+      the meta device. The module is not changed, and its weights are not copied.
+    - ``input_shape``: batch first: ``[B, C, H, W]``, or whatever the model takes.
     - ``config``: None takes the model as it is, patched or not; "full" is plain training; "checkpoint" is activation
       checkpointing of every block; an ``SBPConfig`` is ``apply(model, config=config)``.
-    - ``precision``: "bf16" or "fp16" (autocast), or "float32": that of the model's own parameters. "bfloat16",
-      "float16" and "fp32" are the same.
-    - ``optimizer``: a name in ``OPTIMIZERS``.
-    - ``device``: "cuda" predicts for a GPU, wherever this runs; "cpu" for this machine's CPU.
-    - ``loss``: from the model's output; cross-entropy for scores ``[B, classes]``, else a sum, unless given.
+    - ``precision``: "bf16" ("bfloat16") or "fp16" ("float16") is autocast; "float32" ("fp32") is the precision of the
+      model's own parameters.
+    - ``optimizer``: "adamw", "adam", "momentum" or "sgd".
+    - ``device``: "cuda" predicts for a GPU, whether or not there is one; "cpu" predicts for this machine's CPU.
+    - ``loss``: a function of the model's output; None is cross-entropy for scores ``[B, classes]``, else a sum.
 
-    A detector, whose later parts depend on data, is estimated up to its ``backbone``: ``covers`` says so.
+    A detector, whose later parts depend on data, is estimated up to its ``backbone``; the result's ``covers`` says so.
     """
     precision = precision_name(precision)
     one_of("optimizer", optimizer, OPTIMIZERS)
@@ -158,7 +159,7 @@ def estimate(
 
 
 def build(model: Model) -> nn.Module:
-    """The model itself, or what the function makes on the meta device."""
+    """Return the model itself, or what the function builds on the meta device."""
     if isinstance(model, nn.Module):
         return model
     if not callable(model):
@@ -172,7 +173,7 @@ def build(model: Model) -> nn.Module:
 
 
 def describe(config: Config, model: nn.Module | None = None) -> str:
-    """A config in a few words; for a model, what it is there."""
+    """Return a config in a few words; with a model, as it is resolved for that model."""
     config = config if model is None else resolved_for(model, config)
     if isinstance(config, str):
         return config
@@ -188,7 +189,7 @@ def describe(config: Config, model: nn.Module | None = None) -> str:
 
 
 def others(config: SBPConfig, *told: str) -> list[str]:
-    """The fields that are not as by default, as "name=value", but for those that are told otherwise."""
+    """Return the fields that differ from their default, as "name=value", except for those in ``told``."""
     values = {name: value for name, value in differing(config).items() if name not in told}
     return [f"{name}={getattr(value, '__name__', value)}" for name, value in values.items()]
 
@@ -197,7 +198,7 @@ def trace(
     model: nn.Module, shape: tuple[int, ...], config: Config, precision: str, device: str, loss: Loss | None,
     covers: str = "",
 ) -> Estimate:  # fmt: skip
-    """One step on fake tensors; the optimizer's state is left out."""
+    """Run one step on fake tensors and return its memory, without the optimizer's state."""
     from torch._subclasses import FakeTensorMode
 
     title, mode = describe(config, model), FakeTensorMode(allow_non_fake_inputs=True)
@@ -225,7 +226,7 @@ def trace(
     in_forward, where, saved_at_peak, gradients_at_peak = live.at_peak
     gradients_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     peak, peak_at = live.peak, f"in {'forward' if in_forward else 'backward'} of {where or 'the model'}"
-    if gradients_bytes > peak:  # those of the part that was not traced are more
+    if gradients_bytes > peak:  # the gradients of all, traced or not, need more than the step
         peak, saved_at_peak, gradients_at_peak, peak_at = gradients_bytes, 0, gradients_bytes, "in the update"
     parameters = sum(t.nbytes for t in static[:-1])
     graphs = simulated.held(live.pool)
@@ -256,7 +257,7 @@ def trace(
 
 
 def fake_copy(model: nn.Module, mode: Any) -> nn.Module:
-    """The model with fake parameters and buffers, in training mode."""
+    """Return a copy of the model with fake parameters and buffers, in training mode."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         with mode:
@@ -280,7 +281,7 @@ def prepared(model: nn.Module, config: Config) -> nn.Module:
 
 
 def checkpoint_blocks(model: nn.Module, chosen: Callable[[nn.Module], bool] = lambda block: True) -> nn.Module:
-    """``torch.utils.checkpoint`` around every chosen block, in place."""
+    """Put ``torch.utils.checkpoint`` around every chosen block, in place."""
     names = blocks_of(model)
     if not names:
         raise UsageError(f"{type(model).__name__} has no chain of blocks to checkpoint")
@@ -296,7 +297,7 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def input_for(model: nn.Module, shape: Sequence[int]) -> Tensor:
-    """Of the parameters' precision and device; in channels-last order if the model's convolutions are."""
+    """Return zeros in the parameters' precision and on their device, in channels-last order if convolutions are."""
     first = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     x = torch.zeros(shape, dtype=first.dtype, device=first.device)
     last = torch.channels_last
@@ -315,7 +316,7 @@ def default_loss(output: Any) -> Tensor:
 
 
 class Gradients:
-    """Bytes of the gradients that exist."""
+    """Counts the bytes of the gradients that exist."""
 
     def __init__(self, model: nn.Module) -> None:
         self.bytes = 0
@@ -330,7 +331,7 @@ class Gradients:
 
 @contextmanager
 def refusals(saved: Saved, shape: tuple[int, ...]) -> Iterator[None]:
-    """Errors of the model's forward, told as such."""
+    """Turn errors in the model's forward into ``RefusedError``, with the place where they occurred."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     try:

@@ -1,4 +1,4 @@
-"""The largest batch that fits, configuration by configuration: predicted, and then measured where there is a GPU."""
+"""Find the largest batch that fits with a configuration: predicted, and then measured if there is a GPU."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ Measure = Callable[[int, Config], int | None]
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest batch with a configuration (0: not even one sample), its predicted peak, and the measured one."""
+    """The largest batch with a configuration, 0 if not even one sample fits; its predicted peak (of one sample if 0),
+    and the measured one."""
 
     config: Config
     batch: int
@@ -32,7 +33,7 @@ class Largest:
 
 
 def usual(model: nn.Module) -> list[Config]:
-    """What a user chooses from: exact gradients first, those that need the least memory last."""
+    """Return the configurations that a user chooses from: exact gradients first, the least memory last."""
     if has_rules(model) is None:
         return ["full", "checkpoint"]
     exact, half, all_blocks = SBPConfig(1.0), SBPConfig(0.5), SBPConfig(0.5, blocks=1.0)
@@ -48,7 +49,8 @@ def largest(
     optimizer: str,
     measure: Measure | None = None,
 ) -> Largest:
-    """The search begins at ``shape[0]``. A batch whose measured peak is too much is made smaller until it fits."""
+    """Return the largest batch that fits in ``usable`` bytes; the search begins at ``shape[0]``. With ``measure``, the
+    predicted batch is made smaller until its measured peak fits too."""
     config = resolved_for(model, config)
     batch = largest_batch(model, shape, f"{usable}B", config, precision, optimizer)
     measured = None
@@ -63,7 +65,7 @@ def largest(
 
 
 def on_gpu(build: Callable[[], nn.Module], shape: Sequence[int], precision: str, optimizer: str) -> Measure:
-    """A few steps on the GPU that is here."""
+    """Return a function that measures a few steps on the GPU of this machine."""
 
     def measure(batch: int, config: Config) -> int | None:
         torch.cuda.empty_cache()

@@ -17,9 +17,11 @@ def no_workspace(func: Any, args: tuple[Any, ...], result: Any) -> int:
 
 
 class Live(Alive):
-    """``workspace(operator, arguments, result)`` gives bytes that an operator needs only while it runs. ``at_peak`` is
-    what ``note`` gives at the peak. ``pool`` is the most that was alive at once of what is made in graphs: they hold it
-    all the time, and it is not in ``now``.
+    """Follows every storage and takes a note at the peak.
+
+    ``workspace(operator, arguments, result)`` returns the bytes that an operator needs only while it runs. ``at_peak``
+    is what ``note()`` returned at the peak. ``pool`` is the most that was alive at once of what is made inside CUDA
+    graphs, which hold it all the time; ``now`` does not count that.
     """
 
     def __init__(self, workspace: Workspace, note: Callable[[], Any]) -> None:
@@ -30,7 +32,7 @@ class Live(Alive):
         self.at_peak: Any = None
 
     def ignore(self, *tensors: Tensor) -> None:
-        """Storages that are counted elsewhere."""
+        """Don't count the storages of these tensors, which are counted elsewhere."""
         for tensor in tensors:
             self.storages[tensor.untyped_storage()._cdata] = tensor
 
@@ -49,14 +51,14 @@ class Live(Alive):
 
 
 def capturing() -> bool:
-    """Whether what is made now is in the memory of CUDA graphs."""
+    """Return whether what is made at this point is in the memory of CUDA graphs."""
     live = _get_current_dispatch_mode()
     return isinstance(live, Live) and live.graph
 
 
 @contextmanager
 def in_graph() -> Iterator[None]:
-    """What is made inside is in the memory of CUDA graphs."""
+    """Count what is made inside as memory of CUDA graphs."""
     live = _get_current_dispatch_mode()
     assert isinstance(live, Live)
     live.graph = True

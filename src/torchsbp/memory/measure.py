@@ -30,8 +30,8 @@ class Measurement:
     """The memory of one step, in bytes.
 
     ``saved``, ``parts`` and ``saved_elsewhere`` are what the blocks and other layers save for backward, as in
-    ``Estimate``. On CUDA ``before`` is what was allocated when the step began, ``peak`` the most that was allocated or
-    held by CUDA graphs, and ``reserved`` the most that the allocator held; None on CPU.
+    ``Estimate``. On CUDA ``before`` is what was allocated when the step began, ``peak`` the most that was allocated at
+    once plus what CUDA graphs hold, and ``reserved`` the most that the allocator held. All three are None on CPU.
     """
 
     device: str
@@ -48,7 +48,7 @@ class Measurement:
         return sum(self.saved.values()) + self.saved_elsewhere
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields for JSON."""
         return {**asdict(self), "saved_bytes": self.saved_bytes}
 
     def __str__(self) -> str:
@@ -60,10 +60,11 @@ class Measurement:
 
 
 def measure(model: nn.Module, step: Callable[[], object]) -> Measurement:
-    """Measure a training step: ``step()`` runs forward and backward of the model, and the optimizer if you like.
+    """Measure the memory of a training step: ``step()`` runs forward and backward, and the optimizer if you like.
 
-    It is called once on CPU; on CUDA four times, so that what the first steps allocate for good (optimizer state,
-    workspace, CUDA graphs) is there: twice to warm up, to count what is saved, and for the peak.
+    On CPU it is called once, and only what the model saves for backward is measured. On CUDA it is called four times:
+    twice to warm up, so that what the first steps allocate for good is there (optimizer state, workspace, CUDA graphs),
+    once to count what is saved, and once for the peak. Gradients are set to None before the last call.
     """
     expect("model", model, nn.Module, "a torch.nn.Module, whose step is measured")
     if not callable(step):
@@ -106,8 +107,8 @@ def measure_config(
     *,
     device: str = "cuda",
 ) -> Measurement:
-    """What ``estimate`` predicts, measured: a model on the meta device, or a function that builds it, is made real with
-    all weights zero, and trained on zeros for the few steps that ``measure`` takes."""
+    """Measure what ``estimate`` predicts for a model on the meta device, or for a function that builds it. The model is
+    made real with all weights zero, and trained on zeros for the few steps that ``measure`` takes."""
     real = build(model).to_empty(device=device).train()
     with torch.no_grad():
         for tensor in (*real.parameters(), *real.buffers()):

@@ -1,24 +1,24 @@
-"""plan: the configuration that fits a memory budget, by the evidence for the model's family, the least loss of gradient
-quality, then the best speed.
+"""plan: choose the configuration that fits a memory budget: first by the evidence for the model's family, then by the
+least loss of gradient quality, then by speed.
 
-The order of preference, ``levels``. First come plain training, what the evidence recommends for the model's family,
-and what else gives exact gradients:
+``levels`` is the order of preference. First come plain training, what the evidence recommends for the model's family,
+and everything else with exact gradients:
 
 1. "full": plain training;
-2. ``keep_ratio="default"``, which most families have exact: then that is the next one;
+2. ``keep_ratio="default"``, which is exact for most families, and then the same as 3;
 3. exact lean blocks (``keep_ratio=1``), of which as few as needed recompute;
 4. "checkpoint": activation checkpointing of every block;
 
-then sampled gradients, those first that drop the least of the gradient (rule "query" at a low ratio before more
-sampled blocks, more sampled blocks before rule "qkv"):
+then come sampled gradients, ordered by how little of the gradient they drop (a lower ratio before more sampled blocks,
+and these before rule "qkv"):
 
 5. SBP, rule "query", on the default blocks of the family, at ratios 0.75, 0.5, 0.25;
-6. ``keep_ratio="fast"``, unless it is one of those before;
+6. ``keep_ratio="fast"``, unless it is the same as a level before;
 7. the same as 5 on all blocks, at ratios 0.5, 0.25, 0.1;
 8. rule "qkv" on all blocks, at ratios 0.25, 0.1.
 
-Within a level gradients are the same, and the share of blocks that recompute goes 0, 0.25, 0.5, 0.75, 1: what is saved
-need not be computed again, so less is faster. The first configuration that fits is chosen.
+Within a level gradients are the same, and the share of blocks that recompute rises: 0, 0.25, 0.5, 0.75, 1. The less is
+computed again, the faster. The first configuration that fits is chosen.
 """
 
 import math
@@ -46,7 +46,7 @@ Level = list[Config]
 
 
 class DoesNotFitError(UsageError):
-    """No configuration fits the budget. ``tried`` has them with their peaks."""
+    """No configuration fits the budget. ``tried`` has the configurations with their peaks."""
 
     def __init__(self, message: str, tried: "list[Candidate]") -> None:
         super().__init__(message)
@@ -55,8 +55,8 @@ class DoesNotFitError(UsageError):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration, its predicted peak in bytes, and whether that is within the budget: None if that is not known,
-    since only a part of the model is covered, and its peak is within."""
+    """A configuration, its predicted peak in bytes, and whether it fits the budget. ``fits`` is None if that is not
+    known: only a part of the model is covered, and that part fits."""
 
     config: Config
     peak: int
@@ -74,11 +74,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """The chosen configuration and its estimate; the candidates tried, in order of preference; the largest batch that
-    fits with it. ``memory`` is the budget and ``usable`` what is left of it after headroom, in bytes.
+    """The chosen configuration, its estimate, the candidates that were tried, in order of preference, and the largest
+    batch that fits with the chosen one. ``memory`` is the budget, ``usable`` what headroom leaves of it, in bytes.
 
-    Where ``covers`` names a part of the model, peaks are lower bounds: the configuration is the first that is not
-    known to be too much, and the largest batch is None."""
+    If ``covers`` names a part of the model, peaks are lower bounds: the configuration is the first that is not known to
+    be too much, and the largest batch is None."""
 
     config: Config
     estimate: Estimate
@@ -93,7 +93,7 @@ class Plan:
         return self.estimate.covers
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields for JSON."""
         return {
             "config": describe(self.config),
             "options": options(self.config),
@@ -124,7 +124,7 @@ class Plan:
 
 
 def options(config: Config) -> dict[str, Any]:
-    """The options of ``apply`` that make this configuration."""
+    """Return the options of ``apply`` that make this configuration."""
     return {"keep_ratio": config.keep_ratio} | differing(config) if isinstance(config, SBPConfig) else {}
 
 
@@ -133,7 +133,8 @@ def sbp(**changes: Any) -> Level:
 
 
 def levels(model: nn.Module) -> list[Level]:
-    """What can be done for the model, in order of preference (see above); within a level, the fastest first."""
+    """Return a model's configurations in order of preference (the module's docstring has it), the fastest of a level
+    first."""
     rules = has_rules(model)
     if rules is None:
         return [["full"], ["checkpoint"]]
@@ -147,7 +148,7 @@ def levels(model: nn.Module) -> list[Level]:
 
 
 def has_rules(model: nn.Module) -> bool | None:
-    """Whether the model can be patched (None: it can't) and then has attention with more than one rule."""
+    """Return whether the model has attention and all its blocks support rule "qkv"; None if it can't be patched."""
     from torch._subclasses import FakeTensorMode
 
     model = fake_copy(model, FakeTensorMode(allow_non_fake_inputs=True))
@@ -178,11 +179,15 @@ def plan(
     headroom: float = HEADROOM,
     loss: Loss | None = None,
 ) -> Plan:
-    """The first configuration in the order of preference whose predicted peak fits the memory of a GPU.
+    """Choose the best configuration whose predicted peak fits the memory of a GPU: plain training if it fits, then what
+    is recommended for the model's family, other exact gradients, sampled gradients (docs/memory.md has the order).
 
-    ``memory`` is a size, "16GiB" or bytes; the share ``headroom`` of it is left to the CUDA context, to what the
-    allocator can't use and to the error of the prediction. ``configs`` replaces the order of preference by your own.
-    The other arguments are those of ``estimate``. ``DoesNotFitError`` says what the least possible is.
+    - ``memory``: the budget, a text such as "16GiB" or a number of bytes.
+    - ``headroom``: the share of it that is left to the CUDA context, to what the allocator can't use, and to the error
+      of the prediction.
+    - ``configs``: configurations to choose from instead, in your own order of preference.
+
+    The other arguments are those of ``estimate``. If nothing fits, ``DoesNotFitError`` says how much memory is needed.
     """
     total = parse_size(memory)
     usable, model = usable_of(total, headroom), build(model)
@@ -222,7 +227,7 @@ def plan(
 
 
 def usable_of(memory: int, headroom: float) -> int:
-    """What may be allocated of so many bytes."""
+    """Return how many bytes of ``memory`` may be allocated."""
     if isinstance(headroom, bool) or not isinstance(headroom, (int, float)) or not 0 <= headroom < 1:
         raise UsageError(f"headroom={headroom!r} is not allowed; allowed: a number in [0, 1)")
     return max(1, int(memory * (1 - headroom)))
@@ -246,9 +251,9 @@ def largest_batch(
     *,
     loss: Loss | None = None,
 ) -> int:
-    """The largest batch whose predicted peak is within the memory, 0 if none is. ``input_shape[0]`` is a start.
+    """Return the largest batch whose predicted peak fits the memory, 0 if none does.
 
-    A model of which only a part can be estimated is refused.
+    The search starts at ``input_shape[0]``. A model of which only a part can be estimated is refused.
     """
     usable, model = parse_size(memory), build(model)
     first, *rest = checked_shape(input_shape)
@@ -263,8 +268,9 @@ def largest_batch(
 
 
 def largest_within(peak: Callable[[int], int], usable: int, start: int) -> int:
-    """The largest n with ``peak(n) <= usable``. Peaks are nearly affine in n: guesses are where a line through the last
-    two points ends, kept between what is known to fit and what is known not to; every third halves that range."""
+    """Return the largest n with ``peak(n) <= usable``. Peaks are nearly affine in n: a guess is where the line through
+    the last two points reaches ``usable``, kept between an n that fits and one that does not. Every third guess halves
+    that range."""
     low, high = 0, 1 << 24
     (n0, p0), (n1, p1) = (start, peak(start)), (2 * start, peak(2 * start))
     for n, p in ((n0, p0), (n1, p1)):

@@ -13,7 +13,7 @@ from ..patching.site import recomputing
 
 
 class Running:
-    """Which modules of a model are running, outermost first: by hooks on all modules, so that the model is not touched.
+    """Follows which modules of a model are running, by global hooks, so that the model itself is not touched.
 
     ``where`` is the name of the innermost one.
     """
@@ -47,11 +47,11 @@ class Running:
 
 
 class Saved:
-    """Bytes saved for backward inside the context, by the module that saves them; each storage once.
+    """Counts the bytes saved for backward inside the context, by the module that saves them; each storage once.
 
     Not counted: parameters, buffers, ``ignored`` tensors, and what a backward pass saves when it computes something
-    again. ``by_module`` has the names of innermost modules, ``alive`` is what has not been freed yet, ``where`` the
-    module that runs: in backward, whose tensors were read last.
+    again. ``by_module`` counts by the innermost module, ``alive`` is what has not been freed yet. ``where`` is the
+    module that runs; in backward, the one whose tensors were read last.
     """
 
     def __init__(self, model: nn.Module, *ignored: Tensor) -> None:
@@ -72,7 +72,7 @@ class Saved:
         return self.by_module.total()
 
     def count(self, storage: torch.UntypedStorage, size: int) -> None:
-        """Once; an address may be another's when its storage is gone."""
+        """Count a storage once, and forget it when it is freed: another storage may then have its address."""
         key = storage._cdata
         if key in self.seen:
             return
@@ -110,7 +110,7 @@ SavedByPart = dict[str, dict[str, int]]
 
 
 def by_block(by_module: Mapping[str, int], blocks: list[str]) -> SavedByPart:
-    """Block -> its part (the child that saves; "" is the block itself) -> bytes. What no block saves is under ""."""
+    """Return block -> part (the child that saves; "" is the block itself) -> bytes. What no block saves is under ""."""
     result: SavedByPart = {name: {} for name in (*blocks, "")}
     owners = set(blocks)
     for name, size in by_module.items():

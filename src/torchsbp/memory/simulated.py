@@ -1,8 +1,8 @@
-"""A CUDA device stood in for by fake CPU tensors: the same operators, buffers and precisions, nothing computed.
+"""A CUDA device simulated with fake CPU tensors: the same operators, buffers and precisions, but nothing is computed.
 
-Fake tensors can't say "cuda" and run backward where there is no GPU. So a step is traced with CPU tensors, and here is
-what a GPU would do otherwise: autocast keeps norms and softmax in float32, attention and dropout have kernels of their
-own, SBP's backward passes run Triton kernels, and some operators need workspace while they run.
+Where there is no GPU, fake tensors on "cuda" can't run backward. So a step is traced with CPU tensors, and this module
+does what a GPU does differently: autocast keeps norms and softmax in float32, attention and dropout have kernels of
+their own, SBP's backward passes run Triton kernels, and some operators need workspace while they run.
 """
 
 import math
@@ -26,8 +26,8 @@ from .live import capturing, in_graph
 
 aten = torch.ops.aten
 
-PROCESSORS = 132  # of an H100 or H200: the kernels' buffers for sums are that many times four rows
-CUBLAS = 2 * 32 * 2**20  # fitted on ViT-B on an H200; presumably cuBLAS workspace, forward's and backward's thread
+PROCESSORS = 132  # multiprocessors of an H100 or H200: the kernels' buffers for sums have four rows for each
+CUBLAS = 2 * 32 * 2**20  # fitted to ViT-B on an H200: presumably cuBLAS workspace, for forward's and backward's thread
 TILE = 64
 
 
@@ -62,14 +62,14 @@ class SimulatedDevice(CUDA):
         return True
 
     def weight_gradient(self, weight: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
-        """In the weight's precision at once."""
+        """Allocate the gradient in the weight's precision at once."""
         return weight.new_empty(sum(dy.shape[1] for dy, _ in pairs), pairs[0][1].shape[1])
 
     def capturing(self) -> bool:
         return capturing()
 
     def run_pass(self, run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
-        """A graph has copies of what it is given, and of its results there are copies."""
+        """Allocate what a CUDA graph needs: copies of what it is given, its results, and copies of these outside."""
         with in_graph():
             places = [empty(t) for t in given]
             results, extra = run(static, places)
@@ -83,13 +83,13 @@ DEVICE = SimulatedDevice()
 
 @contextmanager
 def gpu() -> Iterator[None]:
-    """Inside, fake CPU tensors are treated as a GPU would."""
+    """Treat fake CPU tensors inside as a GPU would."""
     with substituted(DEVICE), SimulatedFunctions():
         yield
 
 
 class SimulatedFunctions(TorchFunctionMode):
-    """PyTorch's own functions as a GPU runs them, in forward, backward and what is checkpointed."""
+    """Runs PyTorch's own functions as a GPU does, in forward, backward and what is checkpointed."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -98,7 +98,7 @@ class SimulatedFunctions(TorchFunctionMode):
         if func in WIDE and torch.is_autocast_enabled("cpu"):
             return wide(func, args, kwargs)
         if asks_for_overrides(func):
-            with self:  # a mode is off while it is asked
+            with self:  # a mode is off while it handles a function
                 return inside(func)(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -107,9 +107,10 @@ QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_functi
 
 
 def asks_for_overrides(func: Any) -> bool:
-    """Whether it is written in Python and calls other functions behind its question for overrides: attention, backward.
+    """Return whether a function, such as attention or backward, is written in Python, asks for overrides and then calls
+    others.
 
-    A method that calls ``super`` calls itself, in C.
+    A method that calls ``super`` is left out: it calls itself, in C.
     """
     if not isinstance(func, FunctionType) or "super" in func.__code__.co_names:
         return False
@@ -118,7 +119,7 @@ def asks_for_overrides(func: Any) -> bool:
 
 @cache
 def inside(func: FunctionType) -> FunctionType:
-    """The function without its question, which has been answered: what it calls asks again."""
+    """Return the function without its question for overrides, which has been answered; what it calls asks again."""
     names = func.__globals__ | {name: lambda *args: False for name in QUESTIONS}
     result = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     result.__kwdefaults__ = func.__kwdefaults__
@@ -126,7 +127,7 @@ def inside(func: FunctionType) -> FunctionType:
 
 
 def wide(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The function as CUDA's autocast runs it: in float32."""
+    """Run a function in float32, as CUDA's autocast does."""
     args, kwargs = tree_map(widened, (args, kwargs))
     with torch.autocast("cpu", enabled=False):
         return func(*args, **kwargs)
@@ -137,7 +138,7 @@ def widened(x: Any) -> Any:
 
 
 def drop(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """CUDA keeps a mask of one byte, CPU one of the input's precision."""
+    """Drop elements as CUDA does, which saves a mask of bytes. The CPU saves one in the input's precision."""
     return aten.native_dropout(x, p, True)[0] if training and p > 0 else x
 
 
@@ -145,8 +146,8 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The kernels that take masks want them whole, with columns in multiples of 16; all of them want ``[B, H, N, D]``,
-    which PyTorch makes of three dimensions, not of five."""
+    """Run attention as a GPU does. Kernels that take masks need them expanded, with columns padded to multiples of 16.
+    All kernels need ``[B, H, N, D]``, which PyTorch makes of three dimensions, but not of five."""
     if q.dim() == 3:
         q, k, v, attn_mask = (None if x is None else x.unsqueeze(0) for x in (q, k, v, attn_mask))  # type: ignore[assignment]
         return attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa).squeeze(0)
@@ -175,7 +176,7 @@ def attend(
 
 
 REPLACED: dict[Any, Callable[..., Tensor]] = {F.scaled_dot_product_attention: attend, F.dropout: drop}
-# What autocast gives in float32 on CUDA, but not on CPU (of its list, what models use).
+# What autocast runs in float32 on CUDA, but not on CPU (of its list, what models use).
 WIDE_NAMES = (
     *("layer_norm", "native_layer_norm", "rms_norm", "group_norm", "softmax", "log_softmax", "cross_entropy"),
     *("exp", "log", "pow", "rsqrt", "reciprocal", "softplus", "norm", "cumsum", "logsumexp", "interpolate"),
@@ -184,13 +185,13 @@ WIDE = {getattr(owner, name) for owner in (F, torch, Tensor) for name in WIDE_NA
 
 
 def held(alive: int) -> int:
-    """Bytes that CUDA graphs hold in which so much is alive at once."""
+    """Return the bytes that CUDA graphs hold if ``alive`` bytes are alive in them at once."""
     return room_for(alive) if alive else 0
 
 
 def workspace(func: Any, args: tuple[Any, ...], result: Any) -> int:
-    """Bytes that an operator needs while it runs, where they matter: attention's backward sums dQ in float32, the
-    kernel that takes masks in tiles of 64 × 64 for as many queries of a head."""
+    """Return the bytes that an operator needs while it runs, if they matter. Attention's backward sums dQ in float32;
+    the kernel that takes masks does so in tiles of 64 × 64, one per 64 queries of a head."""
     if func in SUMMING_QUERIES:
         do = args[0]
         return 4 * do.numel()

@@ -14,7 +14,7 @@ MIB = 2**20
 
 
 def parse_size(size: int | float | str) -> int:
-    """Bytes of a number, or of a text such as "16GiB", "16G", "16 GB", "8000MiB"; a small number needs a unit."""
+    """Return the bytes of a number, or of a text such as "16GiB", "16G", "16 GB"; below one MiB, a unit is needed."""
     if isinstance(size, bool) or not isinstance(size, (int, float, str)):
         raise UsageTypeError(f"a size is a number of bytes or a text such as '16GiB', got {size!r}")
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", str(size))
@@ -30,5 +30,5 @@ def parse_size(size: int | float | str) -> int:
 
 
 def mib(size: int | float) -> str:
-    """ "1234.5 MiB", always in the same unit, so that columns can be compared."""
+    """Return a size as "12.3 MiB" or "1234 MiB", always in the same unit, so that columns can be compared."""
     return f"{size / MIB:.1f} MiB" if size < 100 * MIB else f"{size / MIB:.0f} MiB"
