@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import timm
 import torch
+import torchvision
 
 from torchsbp import SBPConfig, estimate
 from torchsbp.memory.largest import Largest, largest, on_gpu, usual
@@ -55,9 +56,10 @@ def test_nothing_may_fit(model):
     assert largest(model, SHAPE, USABLE, "full", "bf16", "adamw", lambda batch, config: None).batch == 0
 
 
-def test_a_model_that_is_not_covered_has_two_ways(model):
+def test_a_model_that_is_not_covered_can_only_be_checkpointed_if_it_has_blocks(model):
     assert usual(model) == ["full", SBPConfig(1.0), "checkpoint", SBPConfig(0.5), SBPConfig(0.5, blocks=1.0)]
-    assert usual(torch.nn.Linear(2, 2)) == ["full", "checkpoint"]
+    assert usual(torchvision.models.resnet18()) == ["full", "checkpoint"]
+    assert usual(torch.nn.Linear(2, 2)) == ["full"]
 
 
 @pytest.mark.cuda

@@ -1,5 +1,7 @@
 """Memory is the product: what is measured is what is counted and predicted, also at full size, without allocating."""
 
+from functools import partial
+
 import pytest
 import timm
 import torch
@@ -10,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 import torchsbp
 from torchsbp import SBPConfig
 from torchsbp.errors import UsageTimeError
+from torchsbp.memory.estimate import checkpoint_blocks
 from torchsbp.memory.measure import measure_config
 
 from ..counting import SavedBytes
@@ -112,6 +115,19 @@ def test_what_backward_computes_again_is_not_counted_as_saved(config):
 
     found = measure_config(build, (2, 3, 56, 56), config, "float32", device="cpu")
     assert found.saved == torchsbp.estimate(build, (2, 3, 56, 56), config, "float32", device="cpu").saved
+
+
+def test_a_forward_that_checkpointing_stops_early_has_ended():
+    """So that a second one in the same step is counted where it saves."""
+    model = checkpoint_blocks(timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32))
+
+    def step(times: int) -> None:
+        for _ in range(times):
+            model(torch.ones(2, 3, 32, 32)).sum().backward()
+
+    once, twice = (torchsbp.measure(model, partial(step, times)) for times in (1, 2))
+    assert twice.saved == {name: 2 * size for name, size in once.saved.items()}
+    assert twice.saved_elsewhere == 2 * once.saved_elsewhere
 
 
 def test_a_prediction_can_be_measured():

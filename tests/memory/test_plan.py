@@ -65,6 +65,11 @@ def test_a_plan_in_little_memory_says_what_is_needed(memory):
         torchsbp.plan(tiny_vit, (2, 3, 64, 96), memory)
 
 
+def test_a_model_without_blocks_is_told_what_it_needs():
+    with pytest.raises(DoesNotFitError, match=r"the least possible is .* with full"):
+        torchsbp.plan(nn.Sequential(nn.Flatten(), nn.Linear(12, 4096), nn.Linear(4096, 4096)), (2, 3, 2, 2), "70MiB")
+
+
 def test_nothing_is_no_size():
     with pytest.raises(ValueError, match="allowed: sizes above 0"):
         parse_size("0GiB")

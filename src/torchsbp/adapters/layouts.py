@@ -35,15 +35,21 @@ class Stage:
 
 @dataclass(frozen=True)
 class Stride:
-    """How a convolution or a pool changes the grid: its kernel (with dilation), stride and padding."""
+    """How a convolution or a pool changes the grid: its kernel (with dilation), stride and padding. With ``ceil`` a
+    pool has one more window if positions would be left out, provided that the window begins inside the grid."""
 
     kernel: Grid
     stride: Grid
     padding: Grid
+    ceil: bool = False
 
     def __call__(self, grid: Grid) -> Grid:
-        sizes = zip(grid, self.kernel, self.stride, self.padding, strict=True)
-        return tuple((n + 2 * p - k) // s + 1 for n, k, s, p in sizes)
+        return tuple(map(self.along, grid, self.kernel, self.stride, self.padding))
+
+    def along(self, n: int, k: int, s: int, p: int) -> int:
+        """Return the size of one dimension."""
+        count = (n + 2 * p - k) // s + 1
+        return count + (self.ceil and (n + 2 * p - k) % s > 0 and count * s < n + p)
 
     @classmethod
     def of(cls, layer: Any) -> "Stride":
@@ -54,7 +60,7 @@ class Stride:
         if qualified(layer).endswith("Same"):  # timm's layers that pad as needed: ⌈n / stride⌉ outputs
             return cls((1, 1), stride, (0, 0))
         spans = tuple((k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True))
-        return cls(spans, stride, padding)
+        return cls(spans, stride, padding, getattr(layer, "ceil_mode", False))
 
 
 def output_grid(entry: nn.Module, x: Tensor, y: Tensor) -> Grid:

@@ -10,7 +10,7 @@ from ..config import SBPConfig
 from ..patching.survey import resolved_for
 from .estimate import Config, describe, estimate
 from .measure import measure_config
-from .plan import has_rules, largest_batch
+from .plan import has_rules, largest_batch, unpatched
 from .sizes import mib
 
 Measure = Callable[[int, Config], int | None]
@@ -35,7 +35,7 @@ class Largest:
 def usual(model: nn.Module) -> list[Config]:
     """Return the configurations that a user chooses from: exact gradients first, the least memory last."""
     if has_rules(model) is None:
-        return ["full", "checkpoint"]
+        return unpatched(model)
     exact, half, all_blocks = SBPConfig(1.0), SBPConfig(0.5), SBPConfig(0.5, blocks=1.0)
     return ["full", exact, "checkpoint", half, all_blocks]
 

@@ -69,8 +69,8 @@ def measure(model: nn.Module, step: Callable[[], object]) -> Measurement:
     expect("model", model, nn.Module, "a torch.nn.Module, whose step is measured")
     if not callable(step):
         raise UsageTypeError(f"step={shown(step)} can't be called; allowed: a function that runs forward and backward")
-    on_cuda = any(p.is_cuda for p in model.parameters())
-    if on_cuda:
+    device = next((p.device for p in model.parameters() if p.is_cuda), None)
+    if device is not None:
         step()
         step()
     saved = Saved(model)
@@ -84,18 +84,18 @@ def measure(model: nn.Module, step: Callable[[], object]) -> Measurement:
     parts = by_block(saved.by_module, blocks_of(model))
     elsewhere = sum(parts.pop("").values())
     counted = {name: sum(part.values()) for name, part in parts.items()}
-    if not on_cuda:
+    if device is None:
         return Measurement("cpu", counted, parts, elsewhere)
     for parameter in model.parameters():
         parameter.grad = None
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
     step()
-    torch.cuda.synchronize()
-    peak, reserved = peak_bytes(), torch.cuda.max_memory_reserved()
-    return Measurement(torch.cuda.get_device_name(), counted, parts, elsewhere, before, peak, reserved)
+    torch.cuda.synchronize(device)
+    peak, reserved = peak_bytes(device), torch.cuda.max_memory_reserved(device)
+    return Measurement(torch.cuda.get_device_name(device), counted, parts, elsewhere, before, peak, reserved)
 
 
 def measure_config(

@@ -29,6 +29,7 @@ from typing import Any
 from torch import nn
 
 from ..adapters import find_backbones
+from ..adapters.blocks import blocks_of
 from ..adapters.lean import TransformerBlock
 from ..config import SBPConfig, differing
 from ..errors import UsageError, expect
@@ -137,7 +138,7 @@ def levels(model: nn.Module) -> list[Level]:
     first."""
     rules = has_rules(model)
     if rules is None:
-        return [["full"], ["checkpoint"]]
+        return [[config] for config in unpatched(model)]
     default, fast = ([resolved_for(model, config) for config in sbp(keep_ratio=name)] for name in ("default", "fast"))
     order: list[Level] = [["full"], default, sbp(keep_ratio=1.0), ["checkpoint"]]
     order += [*(sbp(keep_ratio=ratio) for ratio in (0.75, 0.5, 0.25)), fast]
@@ -145,6 +146,11 @@ def levels(model: nn.Module) -> list[Level]:
     if rules:
         order += [sbp(keep_ratio=ratio, blocks=1.0, attention="qkv") for ratio in (0.25, 0.1)]
     return [level for i, level in enumerate(order) if level not in order[:i]]
+
+
+def unpatched(model: nn.Module) -> list[Config]:
+    """Return the configurations of a model that can't be patched."""
+    return ["full", "checkpoint"] if blocks_of(model) else ["full"]
 
 
 def has_rules(model: nn.Module) -> bool | None:

@@ -15,12 +15,18 @@ from ..patching.site import recomputing
 class Running:
     """Follows which modules of a model are running, by global hooks, so that the model itself is not touched.
 
-    ``where`` is the name of the innermost one.
+    ``where`` is the name of the innermost one; after an error, of the one that raised it. Forwards that are repeated in
+    backward are followed apart: checkpointing stops them by an error as soon as it has what it needs.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.names = {module: name for name, module in model.named_modules()}
-        self.stack: list[str] = [""]
+        self.first: list[str] = [""]
+        self.repeated: list[str] = [""]
+
+    @property
+    def stack(self) -> list[str]:
+        return self.repeated if recomputing() else self.first
 
     @property
     def where(self) -> str:
