@@ -103,7 +103,7 @@ def columns(actions: Sequence[str]) -> list[str]:
 def segments_of(
     found: Sequence[Annotation], names: Sequence[str], seconds: float, counts: Counter[str]
 ) -> list[Segment]:
-    """Return the segments of one video in the order of time, clipped to its length; ``counts`` counts what is changed."""
+    """Return the segments of one video in the order of time, cut to its length; ``counts`` counts the changes."""
     numbers = {name: number for number, name in enumerate(names) if name != BACKGROUND}
     result = []
     for its in found:

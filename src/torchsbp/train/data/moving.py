@@ -1,4 +1,4 @@
-"""Generated clips of a shape that moves on noise. The class is the motion, which only the order of frames tells."""
+"""Generated clips of a shape that moves on noise. The class is the motion, and telling it needs the order of frames."""
 
 from collections.abc import Sequence
 

@@ -18,8 +18,8 @@ class TrainOrder(Sampler[list[Key]]):
     """Batches ``start, start + 1, …`` of one process, through all epochs.
 
     An epoch's permutation is cut into ``batches_per_epoch · world`` batches, and the remainder is left out. Consecutive
-    batches go to consecutive processes, so that an update of ``multiple`` batches per process sees the same samples
-    however these are divided.
+    batches go to consecutive processes, so that an update sees the same samples however many processes share it
+    (``multiple``: batches of an update in each).
     """
 
     def __init__(self, samples: int, batch: int, seed: int, rank: int = 0, world: int = 1, multiple: int = 1) -> None:
