@@ -220,7 +220,7 @@ class Heads(nn.Module):
     def detect(
         self, features: Features, proposals: list[Tensor], sizes: list[tuple[int, int]], padded: tuple[int, int]
     ) -> list[dict[str, Tensor]]:
-        """Return every image's boxes, classes and scores, and masks ``[n, 28, 28]`` within the boxes, as probabilities."""
+        """Return each image's boxes, classes, scores and masks: probabilities ``[n, 28, 28]`` within the boxes."""
         *others, last = self.stages
         scores = []
         for stage in others:

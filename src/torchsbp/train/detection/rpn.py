@@ -25,7 +25,7 @@ BEFORE_NMS, TESTED = 2000, 1000
 
 
 class RPN(RegionProposalNetwork):
-    """``beta`` is that of the smooth L1 loss of boxes (0: L1). ``sparse``: backward visits the sampled anchors alone."""
+    """``beta`` is that of the smooth L1 loss of boxes (0: L1). ``sparse``: backward visits only sampled anchors."""
 
     def __init__(self, width: int, anchor_scale: int, proposals: int, beta: float, sparse: bool) -> None:
         sizes = tuple((anchor_scale * stride,) for stride in (4, 8, 16, 32, 64))
