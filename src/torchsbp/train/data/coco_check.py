@@ -53,7 +53,7 @@ def check(content: Any, file: str, masks: bool) -> None:
 
 
 def check_values(part: str, records: list[Any], file: str) -> None:
-    """Check every record by itself: it has all values, each of its kind, and an id of its own."""
+    """Check every record by itself: required values, the kind of each value, and an id of its own."""
     kinds = {**NEEDED[part], **ALSO[part]}
     seen = set()
     for number, its in enumerate(records):
