@@ -1,1 +1,1 @@
-"""Data: samples by number, their order, and who reads them."""
+"""Data: sources of samples, the order in which they are read, and the processes that read them."""

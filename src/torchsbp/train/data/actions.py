@@ -1,4 +1,4 @@
-"""Untrimmed videos with labelled stretches: what every source of them has, and the samples that are cut from them."""
+"""Untrimmed videos with labelled segments: the interface of their sources, and the samples that are cut from them."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -9,11 +9,11 @@ from torch import Tensor
 from .window import Window
 
 BACKGROUND, AMBIGUOUS = "Background", "Ambiguous"
-"""the first and the last column of targets"""
+"""names of the first and the last column of targets"""
 
 
 class Segment(NamedTuple):
-    """A stretch of a video, in seconds, and the action in it by the number of its column."""
+    """An action in a video: the number of its column in targets, and its start and end in seconds."""
 
     label: int
     start: float
@@ -21,31 +21,31 @@ class Segment(NamedTuple):
 
 
 class Videos(Protocol):
-    """Frames of 8 bits and their targets, by the number of the video."""
+    """A source of videos: 8-bit frames and their targets, by the number of the video."""
 
     names: list[str]
-    """of the columns of targets"""
+    """names of the columns of targets"""
     fps: float
     counts: list[int]
-    """frames of each video"""
+    """the number of frames of each video"""
 
     def title(self, video: int) -> str: ...
     def read(self, video: int, frames: Sequence[int]) -> Tensor:
-        """``[n, 3, H, W]``; the same frame may be asked for again and again."""
+        """Return ``[n, 3, H, W]``; ``frames`` may repeat a number."""
         ...
 
     def targets(self, video: int) -> Tensor:
-        """``[frames, columns]`` of zeros and ones."""
+        """Return ``[frames, columns]`` of zeros and ones."""
         ...
 
     def segments(self, video: int) -> Sequence[Segment]: ...
 
 
 class Windows:
-    """To train with: a window in every stretch of ``work`` frames, begun at random within it.
+    """Samples to train with: for every stretch of ``window.span`` frames, a work memory that begins at random in it.
 
-    Frames, which long ones are empty, and targets of the work frames. Where a video is shorter than the work memory,
-    the slots that it leaves free count as ambiguous.
+    A sample is the window's frames (long memory first), then which long slots are empty and the targets of the work
+    frames. Where a video is shorter than the work memory, the slots that it leaves free count as ambiguous.
     """
 
     def __init__(self, videos: Videos, window: Window) -> None:
@@ -78,7 +78,7 @@ class Windows:
 
 
 class WholeVideos:
-    """To evaluate with: all frames of a video, and its number."""
+    """Samples to evaluate with: all frames of a video, and its number."""
 
     def __init__(self, videos: Videos) -> None:
         self.videos = videos

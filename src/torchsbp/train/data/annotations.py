@@ -1,7 +1,7 @@
 """Annotations of actions as datasets publish them, and targets of frames made from them.
 
-Read are a CSV file with the columns ``video, type, start, end`` (seconds; others may be there), and THUMOS's own folder
-of files ``CLASS_test.txt`` or ``CLASS_val.txt``, whose lines are ``VIDEO START END``.
+Two formats are read: a CSV file with the columns ``video, type, start, end`` (in seconds; other columns are ignored),
+and THUMOS's own folder of files ``CLASS_test.txt`` or ``CLASS_val.txt``, whose lines are ``VIDEO START END``.
 """
 
 import csv
@@ -42,7 +42,7 @@ COLUMNS = ("video", "type", "start", "end")
 
 
 class Annotation(NamedTuple):
-    """A labelled stretch, in seconds, and where it is written: FILE:LINE."""
+    """An annotated action, in seconds; ``where`` is the FILE:LINE that it was read from."""
 
     video: str
     name: str
@@ -52,7 +52,7 @@ class Annotation(NamedTuple):
 
 
 def read_annotations(path: Path) -> list[Annotation]:
-    """In the order of the file, or of the files of a folder."""
+    """Read the annotations of a CSV file, or of all files of a folder, in their order."""
     if path.is_dir():
         files = sorted(path.glob("*.txt"))
         if not files:
@@ -96,14 +96,14 @@ def annotation(words: Sequence[str | None], where: str) -> Annotation:
 
 
 def columns(actions: Sequence[str]) -> list[str]:
-    """Of targets: background, actions, ambiguous."""
+    """Return the names of the columns of targets: background, actions, ambiguous."""
     return [BACKGROUND, *actions, AMBIGUOUS]
 
 
 def segments_of(
     found: Sequence[Annotation], names: Sequence[str], seconds: float, counts: Counter[str]
 ) -> list[Segment]:
-    """Of one video, within its length, in the order of time; what is clipped or left out is counted."""
+    """Return the segments of one video in the order of time, cut to its length; ``counts`` counts the changes."""
     numbers = {name: number for number, name in enumerate(names) if name != BACKGROUND}
     result = []
     for its in found:
@@ -125,7 +125,7 @@ def segments_of(
 
 
 def overlapping(segments: Sequence[Segment]) -> int:
-    """How many begin before an earlier one of their class has ended."""
+    """Return how many segments begin before an earlier one of their class has ended."""
     until: dict[int, float] = {}
     number = 0
     for its in segments:
@@ -135,7 +135,7 @@ def overlapping(segments: Sequence[Segment]) -> int:
 
 
 def targets_of(segments: Sequence[Segment], frames: int, fps: float, names: Sequence[str]) -> np.ndarray:
-    """``[frames, columns]``: frame i is at i / fps seconds. A segment between two frames is that of the nearest."""
+    """Return ``[frames, columns]``; frame i is at i / fps seconds. A segment between two frames goes to the nearest."""
     result = np.zeros((frames, len(names)), np.float32)
     times = np.arange(frames) / fps
     for label, start, end in segments:

@@ -1,4 +1,4 @@
-"""Samples that can't be read: which they are, and that there are not too many."""
+"""Collects the samples that can't be read, and ends a run that has too many."""
 
 from collections.abc import Callable, Iterable
 from html import escape
@@ -11,7 +11,7 @@ SHOWN = 5
 
 
 class Broken:
-    """Collects messages, each once; more than ``limit`` are an error."""
+    """Messages about samples that can't be read, each once; more than ``limit`` raise ``DataError``."""
 
     def __init__(self, limit: int, say: Callable[[str], None]) -> None:
         self.limit, self.say = limit, say
@@ -30,13 +30,13 @@ class Broken:
             )
 
     def gather(self) -> None:
-        """Together with what other processes found; too many are an error in all of them."""
+        """Add what other processes found; too many raise ``DataError`` in all of them."""
         self.add(message for found in gather(self.listed()) for message in found)
 
     def listed(self) -> list[str]:
         return sorted(self.found)
 
     def section(self) -> dict[str, str]:
-        """For the report, if there are any."""
+        """Return a section for the report; empty if all samples could be read."""
         lines = "".join(f"<li>{escape(message)}</li>" for message in self.listed())
         return {TITLE: f"<p>{len(self.found)}, skipped.</p><ul>{lines}</ul>"} if lines else {}

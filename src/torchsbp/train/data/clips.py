@@ -1,7 +1,7 @@
-"""Clips of labelled videos: which frames are read, to train with and to evaluate with, and what can't be read.
+"""Clips of labelled videos: which frames are read to train with and to evaluate with.
 
-A video that can't be read ends no run. In training another one takes its place, in evaluation it is left out; both
-are counted, and so are videos that are shorter than a clip, which begin again at their end.
+A video that can't be read does not end a run: in training another one takes its place, in evaluation it is left out.
+Both are counted, and so are videos that are shorter than a clip, which begin again at their end.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,26 +14,26 @@ from ...errors import DataError, UsageError
 from .videos import Video
 
 TRIES = 100
-"""videos in a row that may be unreadable: with half of them missing, no run meets so many"""
+"""how many videos in a row may be unreadable: even if half of all are missing, no run meets so many"""
 UNREAD, SHORT = "unread", "short"
 
 
 class Note(NamedTuple):
-    """Something about a video that a report says."""
+    """A remark about a video, for the report."""
 
     kind: str
     text: str
 
 
 class Clips:
-    """Videos with a class for each head."""
+    """Videos with a class for each head of a model."""
 
     heads: tuple[str, ...]
-    """what there are classes of: "class" alone, or "verb" and "noun"; then one by one"""
+    """what each head classifies: ("class",), or ("verb", "noun")"""
     names: Sequence[Sequence[str]]
-    """of the classes of each head"""
+    """names of the classes of each head"""
     labels: Sequence[tuple[int, ...]]
-    """of each video, one per head"""
+    """the classes of each video, one per head"""
 
     def title(self, index: int) -> str:
         raise NotImplementedError
@@ -44,12 +44,12 @@ class Clips:
 
 class Target(NamedTuple):
     labels: Tensor
-    """[heads]; −1: the video could not be read"""
+    """``[heads]``; −1 if the video could not be read"""
     notes: tuple[Note, ...] = ()
 
 
 class Sampling(NamedTuple):
-    """``frames`` frames of every ``stride``-th."""
+    """A clip of ``frames`` frames, every ``stride``-th of its video."""
 
     frames: int
     stride: int
@@ -59,20 +59,20 @@ class Sampling(NamedTuple):
         return (self.frames - 1) * self.stride + 1
 
     def numbers(self, begin: int, count: int) -> list[int]:
-        """Of a video with that many frames; a shorter one begins again."""
+        """Return the frames of a clip in a video of ``count`` frames, which begins again at its end."""
         return [(begin + i * self.stride) % count for i in range(self.frames)]
 
     def at_random(self, count: int) -> list[int]:
         return self.numbers(int(torch.randint(max(1, count - self.span + 1), ())), count)
 
     def evenly(self, count: int, views: int) -> list[int]:
-        """Several clips, in the middles of equal parts of where one can begin."""
+        """Return ``views`` clips in one list; they begin in the middles of equal parts of where a clip can begin."""
         room = max(1, count - self.span + 1)
         return [n for view in range(views) for n in self.numbers(int((view + 0.5) * room / views), count)]
 
 
 class Source:
-    """Frames ``[n, height, width, 3]`` with targets: what ``Samples`` reads."""
+    """Clips ``[n, height, width, 3]`` with targets: a source for ``Samples``."""
 
     def __init__(self, clips: Clips, sampling: Sampling) -> None:
         self.clips, self.sampling = clips, sampling
@@ -97,7 +97,7 @@ class Source:
 
 
 class TrainClips(Source):
-    """A clip from anywhere in the video; if that can't be read, of another video."""
+    """A clip from a random place in the video or, if that can't be read, in another video."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Target]:
         notes: list[Note] = []
@@ -112,7 +112,7 @@ class TrainClips(Source):
 
 
 class EvalClips(Source):
-    """``views`` clips of a video, one after the other."""
+    """``views`` clips of a video, one after the other; black and labelled −1 if it can't be read."""
 
     def __init__(self, clips: Clips, sampling: Sampling, views: int) -> None:
         super().__init__(clips, sampling)

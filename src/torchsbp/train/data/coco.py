@@ -1,8 +1,8 @@
 """Objects in images as COCO's json describes them. What training leaves out or changes is counted.
 
-- crowd regions: not trained with; evaluation ignores what is found in them, as COCO's tools do
-- boxes: cut to the image; one thinner than a pixel is not trained with. Evaluation takes them as they are
-- masks that lie outside their image: not trained with
+- crowd regions: left out of training; evaluation ignores what is found in them, as COCO's tools do
+- boxes: cut to the image, and left out of training if then thinner than a pixel. Evaluation takes them as they are
+- objects whose masks lie outside their image: left out of training
 - images without an object to train with: left out of training, not of evaluation
 - categories: any ids; the model's classes are 1, 2, … in the order of the ids, 0 is the background
 """
@@ -26,14 +26,14 @@ from .pictures import read_picture
 Box = tuple[float, float, float, float]
 """left, top, right, bottom"""
 ROUNDED = 0.01
-"""pixels: boxes of COCO's are written with two decimals"""
+"""in pixels: COCO's boxes are written with two decimals, so a smaller cut may be rounding"""
 
 
 class Objects:
-    """A source of pictures; the target has boxes, classes and masks, and the picture's number and size.
+    """A source of pictures; a target has boxes, classes and masks, and the picture's number and size.
 
-    ``content`` is COCO's json, ``file`` its name in messages, ``read(record)`` the picture of one of its images.
-    ``training``: leave out what is not trained with. ``masks``: every object must have one.
+    ``content`` is COCO's json, ``file`` its name in messages; ``read(record)`` reads the picture of one of its images.
+    ``training`` leaves out images without an object to train with. With ``masks``, every object must have one.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Objects:
         self.images, self.objects = [images[its] for its in ids], [objects[its] for its in ids]
 
     def reason(self, annotation: dict[str, Any], box: Box, image: dict[str, Any]) -> str:
-        """Why it is not trained with, or nothing."""
+        """Return why an annotation is left out of training, or an empty text."""
         if annotation["iscrowd"]:
             return "crowd regions"
         if box[2] - box[0] < 1 or box[3] - box[1] < 1:
@@ -97,7 +97,7 @@ class Objects:
         return picture, target
 
     def masks_of(self, record: dict[str, Any], objects: list[dict[str, Any]]) -> np.ndarray[Any, Any]:
-        """``[n, h, w]``, 0 and 1."""
+        """Return ``[n, h, w]`` of zeros and ones."""
         height, width = record["height"], record["width"]
         masks = np.zeros((len(objects), height, width), dtype=np.uint8)
         for mask, its in zip(masks, objects, strict=True):
@@ -110,7 +110,7 @@ class Objects:
 
     @property
     def notes(self) -> str:
-        """What is not as one might expect, for the log."""
+        """What the log says of these data: how many images, and what is left out or cut."""
         told = [f"{count} {what}" for what, count in self.left_out.items() if count]
         if self.training:
             changed = f"; cut to the image: {self.cut} boxes" if self.cut else ""
@@ -120,13 +120,13 @@ class Objects:
 
     @cached_property
     def ground_truth(self) -> Any:
-        """For COCO's evaluation, to which an object of id 0 is never found: they are numbered anew, from 1."""
+        """The objects for COCO's evaluation, renumbered from 1: it would never count an object of id 0 as found."""
         annotations = [{**its, "id": number} for number, its in enumerate(self.content["annotations"], 1)]
         return tools().COCO({**self.content, "annotations": annotations})
 
 
 def cut(box: list[float], image: dict[str, Any]) -> Box:
-    """(x, y, width, height) as corners, within the image."""
+    """Return a box (x, y, width, height) as corners, cut to the image."""
     x, y, width, height = box
     right, bottom = image["width"], image["height"]
     x0, y0, x1, y1 = max(x, 0), max(y, 0), min(x + width, right), min(y + height, bottom)
@@ -139,7 +139,7 @@ def is_cut(box: list[float], corners: Box) -> bool:
 
 
 def open_coco(annotations: Path, folder: Path, training: bool, masks: bool) -> Objects:
-    """COCO's json and the folder of its images."""
+    """Read COCO's json, and check it and that its images are in ``folder``."""
     try:
         content = json.loads(annotations.read_text())
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Whether a json is COCO's. What can't be meant is refused, with the file and the id of it."""
+"""Checks COCO's json. What can't be right raises ``DataError``, with the file and the id of the record."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from .masks import mask_problems, near, shortened
 
 
 class Kind(NamedTuple):
-    """Of a value."""
+    """Which values are allowed, in words and as a test."""
 
     allowed: str
     holds: Callable[[Any], bool]
@@ -32,12 +32,12 @@ NEEDED = {
     "categories": {"id": WHOLE},
 }
 ALSO = {"images": {}, "annotations": {"iscrowd": FLAG, "area": AREA}, "categories": {"name": NAME}}
-"""may be left out"""
+"""values that may be left out"""
 ONE = {"images": "image", "annotations": "annotation", "categories": "category"}
 
 
 def check(content: Any, file: str, masks: bool) -> None:
-    """Raise ``DataError`` if this is no COCO json; add what COCO's tools need and others leave out."""
+    """Raise ``DataError`` if this is no COCO json; add missing ``iscrowd`` and ``area``, which COCO's tools need."""
     if not isinstance(content, dict) or not all(isinstance(content.get(part), list) for part in NEEDED):
         found = ", ".join(map(str, list(content)[:8])) if isinstance(content, dict) else f"a {type(content).__name__}"
         raise DataError(f"{file} is no COCO json: it needs the lists {', '.join(NEEDED)}; found: {found}")
@@ -53,7 +53,7 @@ def check(content: Any, file: str, masks: bool) -> None:
 
 
 def check_values(part: str, records: list[Any], file: str) -> None:
-    """Each by itself: what it must have, of which kind, and an id of its own."""
+    """Check every record by itself: required values, the kind of each value, and an id of its own."""
     kinds = {**NEEDED[part], **ALSO[part]}
     seen = set()
     for number, its in enumerate(records):
@@ -70,7 +70,7 @@ def check_values(part: str, records: list[Any], file: str) -> None:
 
 
 def problems(annotation: dict[str, Any], images: dict[int, Any], categories: set[int], masks: bool) -> Iterator[str]:
-    """What does not fit together, in words."""
+    """Yield in words what is wrong with an annotation: its image, its category, its box or its mask."""
     image, box = images.get(annotation["image_id"]), annotation["bbox"]
     if image is None:
         yield f"there is no image {annotation['image_id']}"

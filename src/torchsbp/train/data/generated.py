@@ -1,7 +1,7 @@
 """Generated untrimmed videos: shapes that drift across noise and bars, and are hidden in some frames.
 
-Which shape it is can be seen in one frame, but for flickering light and colours; that it is still there, while it is
-hidden, only in earlier ones. A ring is ambiguous.
+One frame shows which shape it is, though light and colours flicker; but only earlier frames show that a hidden shape is
+still there. A ring counts as ambiguous.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from .seeds import mixed
 ACTIONS = ("Disc", "Square", "Diamond", "Cross")
 RING = len(ACTIONS)
 HIDDEN, RINGS = 0.2, 0.1
-"""share of an action's frames in which nothing of it is seen, and of shapes that are rings"""
+"""the share of an action's frames in which it is hidden, and the share of shapes that are rings"""
 NOISE = 8.0
 
 
@@ -50,7 +50,7 @@ class Generated:
 
 
 def generate(frames: int, size: int, draw: np.random.Generator) -> tuple[Tensor, list[tuple[int, int, int]]]:
-    """Pixels ``[frames, 3, size, size]``, and (label, first frame, frame after the last) of what happens in them."""
+    """Return pixels ``[frames, 3, size, size]``, and (label, first frame, frame after the last) of every action."""
     covered, stretches = bars(frames, size, draw), []
     begin = int(draw.integers(0, 12))
     while begin < frames:
@@ -69,7 +69,7 @@ def generate(frames: int, size: int, draw: np.random.Generator) -> tuple[Tensor,
 
 
 def bars(frames: int, size: int, draw: np.random.Generator) -> np.ndarray:
-    """How much of each pixel a bar covers, one in each frame, ``[frames, size, size]``."""
+    """Return how much of each pixel is covered by a bar, ``[frames, size, size]``; every frame has another."""
     places, widths = draw.uniform(0, size, (frames, 1)), draw.uniform(0.5, max(0.5, 0.1 * size), (frames, 1))
     lines = np.abs(np.arange(size) - places) < widths
     upright = draw.integers(2, size=frames).astype(bool)
@@ -78,7 +78,7 @@ def bars(frames: int, size: int, draw: np.random.Generator) -> np.ndarray:
 
 
 def coverage(kind: int, radius: float | np.ndarray, places: np.ndarray, size: int) -> np.ndarray:
-    """The same of a shape at these places, ``[frames, 2]``."""
+    """Return how much of each pixel a shape at ``places [frames, 2]`` (y, x) covers."""
     y, x = (np.abs(grid - places[:, i, None, None]) for i, grid in enumerate(np.mgrid[:size, :size]))
     disc = np.hypot(x, y)
     cross = np.minimum(np.maximum(x, 3 * y), np.maximum(3 * x, y))

@@ -1,4 +1,4 @@
-"""Labelled images: folders, tar shards, CIFAR files, the embedded digits."""
+"""Sources of labelled images: folders, tar shards, CIFAR files, scikit-learn's digits."""
 
 import io
 import json
@@ -20,11 +20,11 @@ from .seeds import mixed
 
 
 class Labelled(Protocol):
-    """What knows classes."""
+    """Data with classes."""
 
     classes: int
     names: list[str]
-    """of the classes, as far as they are known"""
+    """names of the classes; empty if unknown"""
 
 
 class Images(Source, Labelled, Protocol):
@@ -34,12 +34,12 @@ class Images(Source, Labelled, Protocol):
     """the targets"""
 
     def key(self, index: int) -> str:
-        """Names a picture, whatever is added before it and wherever the data are."""
+        """Return a name of the picture that stays the same when data are added or moved elsewhere."""
         ...
 
 
 def named(names: Sequence[str], most: int = 5) -> str:
-    """Some of them, for a message."""
+    """Return the first ``most`` names, for a message."""
     shown = ", ".join(names[:most])
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown or "none"
 
@@ -114,11 +114,11 @@ class Arrays:
 
 
 class Shards:
-    """WebDataset tar files, read by position instead of as a stream: any order, and exact resumption.
+    """WebDataset tar files, read by position instead of as a stream: this allows any order, and exact resumption.
 
-    A sample is the members that share a name up to its first dot: an image (``.jpg``, ``.png``, …) and its class number
-    (``.cls``). Where members lie is found once per shard and kept beside it in ``SHARD.index.json``, if that can be
-    written.
+    A sample consists of the members that share a name up to its first dot: an image (``.jpg``, ``.png``, …) and its
+    class number (``.cls``). The positions of members are found once per shard and saved beside it in
+    ``SHARD.index.json``, if that can be written.
     """
 
     PICTURES = ("jpg", "jpeg", "png", "webp", "ppm")
@@ -155,7 +155,7 @@ class Shards:
 
 
 def index_shard(path: Path) -> list[list[int]]:
-    """[offset, size, label] of every sample of a tar file."""
+    """Return [offset, size, label] of every sample of a tar file, from its index if that is up to date."""
     cache = path.with_name(path.name + ".index.json")
     stamp = [path.stat().st_size, path.stat().st_mtime_ns]
     try:
@@ -163,7 +163,7 @@ def index_shard(path: Path) -> list[list[int]]:
         if saved["stamp"] == stamp:
             return saved["samples"]
     except (OSError, ValueError, KeyError):
-        pass  # not indexed yet, or by a writer that was stopped
+        pass  # no index yet, or one whose writer was stopped
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, int] = {}
     try:
@@ -187,7 +187,7 @@ def index_shard(path: Path) -> list[list[int]]:
 
 
 def cifar(name: str, root: Path, train: bool, mode: str) -> Images:
-    """torchvision's reader on files that are already there: ``root/cifar-10-batches-py``."""
+    """Read CIFAR with torchvision from files that are already there: ``root/cifar-10-batches-py``."""
     from torchvision import datasets
 
     reader = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[name]

@@ -1,4 +1,4 @@
-"""Labelled videos as files say them: lists of paths and classes (Kinetics and others), Epic-Kitchens-55's annotations.
+"""Labelled videos from lists of paths and classes (Kinetics and others), or from Epic-Kitchens-55's annotations.
 
 ROOT/train.txt, val.txt        path class, one video a line; a path is a video file, a folder of frames or a .npy file
 ROOT/classes.txt               names of the classes, one a line; without it they are called by their numbers
@@ -6,8 +6,8 @@ ROOT/classes.txt               names of the classes, one a line; without it they
 ROOT/EPIC_train_action_labels.csv, EPIC_verb_classes.csv, EPIC_noun_classes.csv     as published
 ROOT/P01/P01_01.MP4            videos, or P01/P01_01.npy, or folders of frames P01/P01_01/; P01/ may be left out
 
-Epic-Kitchens' frames are 60 a second, as its authors extract them; those of a video file are taken by their times: its
-own are 59.94 a second, in some videos 29.97, 48 or 90, or not always as many.
+Epic-Kitchens' annotations count 60 frames a second, as its authors extract them. Video files have 59.94 a second, some
+29.97, 48 or 90, or a rate that varies; so frames of a file are found by their times.
 """
 
 import csv
@@ -24,13 +24,13 @@ from .videos import FILES, Video, open_video
 T = TypeVar("T")
 CLASSES = "classes.txt"
 FPS = 60
-"""of Epic-Kitchens' frames"""
+"""frames a second that Epic-Kitchens' annotations count"""
 LOOKED_FOR = 100
-"""videos, of which one must be there"""
+"""the most videos of a list that are looked for; one of them must be there"""
 
 
 class Listed(Clips):
-    """Videos of one class each."""
+    """The videos of a list, each with one class."""
 
     heads = ("class",)
 
@@ -59,7 +59,7 @@ class Listed(Clips):
 class Epic(Clips):
     """Actions of Epic-Kitchens-55: stretches of videos with a verb and a noun.
 
-    The test set's classes are not public: ``held_out`` participants are what is validated with.
+    The test set's classes are not public, so the actions of ``held_out`` participants are used for validation.
     """
 
     heads = ("verb", "noun")
@@ -74,7 +74,7 @@ class Epic(Clips):
         for number, row in records(self.file):
             try:
                 participant, video = row["participant_id"], row["video_id"]
-                begin, end = int(row["start_frame"]) - 1, int(row["stop_frame"])  # theirs count from 1
+                begin, end = int(row["start_frame"]) - 1, int(row["stop_frame"])  # the file counts from 1
                 labels = int(row["verb_class"]), int(row["noun_class"])
             except (KeyError, TypeError, ValueError) as error:  # a column is missing, a line ends early, no number
                 raise DataError(f"{self.file}:{number} is no action of Epic-Kitchens-55: {error!r}") from error
@@ -96,7 +96,7 @@ class Epic(Clips):
         return Part(open_video(self.found(participant, video), fps=FPS), begin, end, self.title(index))
 
     def found(self, participant: str, video: str) -> Path:
-        """Where the video is, or where it would be."""
+        """Return where the video is or, if it is missing, where it should be."""
         places = (self.root / participant / video, self.root / video)
         suffixes = ("", *(suffix for known in FILES for suffix in (known, known.upper())), ".npy")
         paths = (place.with_name(place.name + suffix) for place in places for suffix in suffixes)
@@ -104,7 +104,7 @@ class Epic(Clips):
 
 
 class Part(Video):
-    """A stretch of a video at ``FPS`` frames a second, or what there is of it."""
+    """A stretch of a video at ``FPS`` frames a second, cut to the video's length."""
 
     fps = FPS
 
@@ -127,12 +127,12 @@ class Part(Video):
 
 
 def lines(path: Path) -> list[str]:
-    """Those that are not empty."""
+    """Return the lines of a file that are not empty."""
     return [line for _, line in numbered(path)]
 
 
 def numbered(path: Path) -> list[tuple[int, str]]:
-    """The same with their numbers, from 1."""
+    """Return the lines of a file that are not empty, with their numbers from 1."""
     try:
         every = enumerate(path.read_text().splitlines(), 1)
         found = [(number, line.strip()) for number, line in every if line.strip()]
@@ -144,7 +144,7 @@ def numbered(path: Path) -> list[tuple[int, str]]:
 
 
 def records(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """Rows of a table, and the numbers of their lines."""
+    """Yield the rows of a CSV file with the numbers of their lines."""
     found = numbered(path)
     reader = csv.DictReader(line for _, line in found)
     for row in reader:
@@ -152,7 +152,7 @@ def records(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def named(path: Path) -> list[str]:
-    """Keys of classes, in the order of the file."""
+    """Return the names of Epic-Kitchens' classes, in the order of the file."""
     try:
         return [row["class_key"] for _, row in records(path)]
     except KeyError as error:
@@ -160,7 +160,7 @@ def named(path: Path) -> list[str]:
 
 
 def check_labels(clips: Clips, file: Path, found: Iterable[int]) -> None:
-    """``found``: the lines of the labels."""
+    """Raise ``DataError`` for a label that has no name; ``found`` holds the line of every label."""
     for line, labels in zip(found, clips.labels, strict=True):
         for head, label, names in zip(clips.heads, labels, clips.names, strict=True):
             if not 0 <= label < len(names):
@@ -168,7 +168,7 @@ def check_labels(clips: Clips, file: Path, found: Iterable[int]) -> None:
 
 
 def check_there(file: Path, paths: Sequence[Path]) -> None:
-    """One that is missing is left out when it is read; if all are, they are elsewhere."""
+    """Raise ``DataError`` if all these videos are missing. If only some are, reading deals with them one by one."""
     if not any(path.exists() for path in paths):
         raise DataError(
             f"none of {len(paths)} videos of {file} that were looked for exist, such as {paths[0]}: paths are below "
@@ -177,5 +177,5 @@ def check_there(file: Path, paths: Sequence[Path]) -> None:
 
 
 def spread(videos: list[T]) -> list[T]:
-    """Some from everywhere: lists are often sorted, and the videos of a class may be missing together."""
+    """Return some videos from all over a list: many are sorted, and the videos of a class may be missing together."""
     return videos[:: -(-len(videos) // LOOKED_FOR)]

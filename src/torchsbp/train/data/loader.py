@@ -1,4 +1,4 @@
-"""Batches from samples and their order, by worker processes that leave signals to the loop."""
+"""Loaders of batches, whose worker processes leave signals to the training loop."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ PREFETCH = 4
 def loader(
     samples: Samples, order: Sampler[list[Key]], collate: Callable[[list[Any]], Any], workers: int, pin: bool
 ) -> DataLoader[Any]:
-    """Of (batch, [(place, message) of samples that can't be read])."""
+    """Return a loader of (batch, [(place, message) for every sample that can't be read])."""
     return DataLoader(
         samples,
         batch_sampler=order,
@@ -32,7 +32,7 @@ def loader(
 
 
 class Readable:
-    """Collates the samples that can be read, then others in the place of those that can't: they fill the batch."""
+    """Collates the samples that can be read, followed by replacements of the others that fill up the batch."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate
@@ -45,7 +45,7 @@ class Readable:
 
 
 def reader(items: Any, batch: int, workers: int) -> DataLoader[Any]:
-    """Lists of so many items, in their order."""
+    """Return a loader of lists of ``batch`` items, in their order."""
     return DataLoader(
         items,
         batch_size=batch,
@@ -57,7 +57,7 @@ def reader(items: Any, batch: int, workers: int) -> DataLoader[Any]:
 
 
 def leave_signals_to_the_loop(_: int) -> None:
-    """Ctrl-C and job managers signal every process of a run; workers end when the process that started them says so."""
+    """Let a worker end only when its parent says so: Ctrl-C and job managers signal every process of a run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # not on macOS
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -65,7 +65,7 @@ def leave_signals_to_the_loop(_: int) -> None:
 
 
 def obey_parent() -> None:
-    """End at a SIGTERM of the parent process, let those of others pass."""
+    """End at a SIGTERM from the parent process; ignore those from others."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)

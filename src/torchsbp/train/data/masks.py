@@ -1,4 +1,4 @@
-"""Masks as COCO's json has them: polygons, run lengths as numbers, run lengths as text."""
+"""Masks in COCO's three formats: polygons, run lengths as numbers, run lengths as (compressed) text."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from ...errors import UsageError
 
 FAR = 1e7
-"""pixels: no coordinate is that large"""
+"""in pixels: no coordinate is that large"""
 
 
 def tools() -> Any:
-    """faster-coco-eval, which reads masks and evaluates."""
+    """Return faster-coco-eval, which decodes masks and computes COCO's metrics."""
     try:
         import faster_coco_eval
     except ModuleNotFoundError as error:
@@ -21,7 +21,7 @@ def tools() -> Any:
 
 
 def run_lengths(segmentation: Any, height: int, width: int) -> Any:
-    """Polygons or run lengths as COCO's compressed run lengths."""
+    """Convert polygons or run lengths to COCO's compressed run lengths."""
     mask = tools().mask
     if isinstance(segmentation, list):
         return mask.merge(mask.frPyObjects(segmentation, height, width))
@@ -31,7 +31,7 @@ def run_lengths(segmentation: Any, height: int, width: int) -> Any:
 
 
 def outside(segmentation: Any, height: int, width: int) -> bool:
-    """Whether no part of it is in its image. Polygons are not filled for that: COCO has a million."""
+    """Whether no part of a mask is in its image. Of polygons only the extent is checked: COCO has a million."""
     if isinstance(segmentation, list):
         return all(
             max(each[::2]) <= 0 or min(each[::2]) >= width or max(each[1::2]) <= 0 or min(each[1::2]) >= height
@@ -41,7 +41,7 @@ def outside(segmentation: Any, height: int, width: int) -> bool:
 
 
 def mask_problems(segmentation: Any, height: int, width: int) -> Iterator[str]:
-    """What can't be meant, in words."""
+    """Yield in words what is wrong with a mask."""
     if not segmentation:
         yield "it has no mask (segmentation); leave it out, or train boxes alone with task.model.masks=false"
     elif isinstance(segmentation, list):

@@ -1,4 +1,4 @@
-"""Generated clips: a shape that moves on noise. The class is the motion: it takes frames in their order to tell it."""
+"""Generated clips of a shape that moves on noise. The class is the motion, and telling it needs the order of frames."""
 
 from collections.abc import Sequence
 
@@ -33,7 +33,7 @@ class Moving(Clips):
 
 
 class Held(Video):
-    """In memory."""
+    """A video in memory."""
 
     def __init__(self, pixels: Tensor) -> None:
         self.pixels = pixels
@@ -46,7 +46,7 @@ class Held(Video):
 
 
 def generate(motion: int, frames: int, size: int, draw: np.random.Generator) -> Tensor:
-    """``[frames, size, size, 3]``."""
+    """Return a clip ``[frames, size, size, 3]``."""
     name, time = MOTIONS[motion], np.linspace(-0.5, 0.5, frames)
     time = -time if name in ("left", "up", "anticlockwise", "shrinks") else time
     place = np.tile(draw.uniform(0.4, 0.6, 2) * size, (frames, 1))  # y, x

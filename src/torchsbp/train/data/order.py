@@ -1,6 +1,6 @@
-"""The order of samples: a pure function of (seed, epoch), so that a run continues anywhere.
+"""The order of samples: a pure function of (seed, epoch), so that a run can resume at any step.
 
-Batches are numbered through the whole run. What a process reads at step t needs no memory of the steps before.
+Batches are numbered through the whole run. What a process reads at step t does not depend on the steps before.
 """
 
 from collections.abc import Iterator
@@ -17,8 +17,9 @@ from .seeds import mixed
 class TrainOrder(Sampler[list[Key]]):
     """Batches ``start, start + 1, …`` of one process, through all epochs.
 
-    An epoch's permutation is cut into ``batches_per_epoch · processes`` parts, the remainder is left out. Neighbouring
-    parts go to neighbouring processes, so that an update sees the same samples with any number of processes.
+    An epoch's permutation is cut into ``batches_per_epoch · world`` batches, and the remainder is left out. Consecutive
+    batches go to consecutive processes, so that an update sees the same samples however many processes share it
+    (``multiple``: batches of an update in each).
     """
 
     def __init__(self, samples: int, batch: int, seed: int, rank: int = 0, world: int = 1, multiple: int = 1) -> None:
@@ -42,12 +43,12 @@ class TrainOrder(Sampler[list[Key]]):
             skip = 0
 
     def permutation(self, epoch: int) -> Tensor:
-        """The samples of an epoch. A task may have its own, as long as it needs nothing but (seed, epoch)."""
+        """Return the order of samples in an epoch. A task may override it by any function of (seed, epoch)."""
         return torch.randperm(self.samples, generator=torch.Generator().manual_seed(mixed(self.seed, epoch)))
 
 
 class EvalOrder(Sampler[list[Key]]):
-    """Every sample once, over the processes; all have the same number of batches, filled up with sample 0."""
+    """Every sample once, divided among processes; all have the same number of batches, filled up with sample 0."""
 
     def __init__(self, samples: int, batch: int, rank: int = 0, world: int = 1) -> None:
         share = -(-samples // world)
@@ -63,5 +64,5 @@ class EvalOrder(Sampler[list[Key]]):
             yield self.keys[begin : begin + self.batch]
 
     def valid(self, number: int) -> int:
-        """How many samples of that batch count."""
+        """Return how many samples of batch ``number`` count; the others only fill it."""
         return max(0, min(self.batch, self.own - number * self.batch))

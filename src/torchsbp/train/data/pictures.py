@@ -1,12 +1,12 @@
-"""Any picture as the model wants it: 8 bits, grey or RGB, upright. What has no such meaning is refused.
+"""Reads any picture as models want it: 8 bits, grey or RGB, upright. Those that can't be converted are refused.
 
-- 16 bits per grey value (PNG, PGM, TIFF): rescaled, v · 255 / 65535. Integers of 32 bits and floating point numbers
-  have no white: refused
-- transparent, by alpha, palette or key colour: as seen on white
+- 16 bits per grey value (PNG, PGM, TIFF): rescaled, v · 255 / 65535
+- 32-bit integers and floating point numbers: refused, since their white is unknown
+- transparent, by alpha, palette or key colour: put on white
 - rotated by EXIF: turned upright
-- animated, or of several pages: the first
+- animated, or of several pages: the first picture is read
 - CMYK, YCbCr, palette, black and white: converted
-- above Pillow's limit of pixels, which guards against files that unpack to fill the memory: refused
+- more pixels than Pillow's limit, which guards against files that unpack to fill the memory: refused
 """
 
 import re
@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 FRAMES = (".jpeg", ".jpg", ".png")
-"""pictures that are frames of a video"""
+"""suffixes of pictures that are frames of a video"""
 ORIENTATION = 0x0112
 TURNED = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -35,18 +35,18 @@ WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
 
 
 def frames_in(folder: Path) -> list[Path]:
-    """Pictures of a folder, in the order of the numbers in their names: 2.jpg is before 10.jpg."""
+    """Return the pictures in a folder, in the order of the numbers in their names: 2.jpg is before 10.jpg."""
     return sorted((its for its in folder.glob("*") if its.suffix.lower() in FRAMES), key=place)
 
 
 def place(path: Path) -> tuple[Sequence[str | int], str]:
-    """Texts and numbers of a name, by turns; names that differ only in zeros before a number as text."""
+    """Return the key to sort by: texts and numbers of the name, by turns; the name itself decides between 01 and 1."""
     parts = re.split(r"(\d+)", path.stem)
     return [int(part) if number % 2 else part for number, part in enumerate(parts)], path.name
 
 
 def read_picture(file: IO[bytes], mode: str) -> Image.Image:
-    """The picture in a file, as ``mode`` ("L" or "RGB")."""
+    """Read the picture in a file, as ``mode`` ("L" or "RGB")."""
     try:
         image = Image.open(file)
     except Image.DecompressionBombError as error:
@@ -64,7 +64,7 @@ def upright(image: Image.Image) -> Image.Image:
 
 
 def as_mode(image: Image.Image, mode: str) -> Image.Image:
-    """Of 8 bits, without alpha."""
+    """Convert to 8 bits without alpha; raise ``ValueError`` if it is unknown what white is."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
         return from_16_bits(image).convert(mode)
     if image.mode in ("I", "F"):

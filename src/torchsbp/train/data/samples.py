@@ -1,4 +1,4 @@
-"""Samples by number: a source, and a transform that is seeded by (seed, epoch, index), not by the state of a worker."""
+"""Samples by number: a source and a transform, whose random numbers depend on (seed, epoch, index), not on workers."""
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -13,14 +13,14 @@ Key = tuple[int, int]
 """(epoch, index)"""
 
 TRIES = 20
-"""to find another sample for one that can't be read"""
+"""how many others are tried in the place of a sample that can't be read"""
 
 Transform = Callable[[Any, Any], Any]
 """(input, target) -> what is collated"""
 
 
 class Source(Protocol):
-    """Inputs with their targets, by number. ``where(i)`` says in an error message which one it is."""
+    """Inputs with their targets, by number. ``where(i)`` names sample i in error messages."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> tuple[Any, Any]: ...
@@ -28,17 +28,17 @@ class Source(Protocol):
 
 
 class Unread(NamedTuple):
-    """In the place of a sample that can't be read."""
+    """Stands in for a sample that can't be read."""
 
     message: str
     instead: Any
-    """another sample"""
+    """another sample, to fill the batch"""
 
 
 class Samples(Dataset[Any]):
-    """Source and transform: ``samples[epoch, index]`` is always the same, whatever either of them draws.
+    """A source and a transform. ``samples[epoch, index]`` is always the same, whatever random numbers they draw.
 
-    ``replace``: a sample that can't be read is an ``Unread``, not an error.
+    With ``replace``, a sample that can't be read becomes an ``Unread`` instead of an error.
     """
 
     def __init__(self, source: Source, transform: Transform, seed: int, replace: bool = False) -> None:
@@ -49,7 +49,7 @@ class Samples(Dataset[Any]):
 
     def __getitem__(self, key: Key) -> Any:
         epoch, index = key
-        in_worker = get_worker_info() is not None  # whose generators are nobody else's
+        in_worker = get_worker_info() is not None  # a worker's generators are its own
         with nullcontext() if in_worker else generators_kept():
             try:
                 return self.read(epoch, index)
@@ -67,7 +67,7 @@ class Samples(Dataset[Any]):
         return self.transform(found, target)
 
     def instead(self, epoch: int, index: int) -> Any:
-        """Another one, the same whenever the run comes here."""
+        """Return another sample; for a given (epoch, index), always the same one."""
         for attempt in range(TRIES):
             with suppress(DataError):
                 return self.read(epoch, mixed(self.seed, epoch, index, attempt) % len(self))

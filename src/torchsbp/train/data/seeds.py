@@ -1,4 +1,4 @@
-"""Random numbers as a function of a seed, and generators that are left as they were found."""
+"""Seeds made from several numbers, and generators that are left as they were found."""
 
 import hashlib
 import random
@@ -16,7 +16,7 @@ def mixed(*numbers: int) -> int:
 
 
 def seed_cpu(seed: int) -> None:
-    """Python's, numpy's and torch's CPU generators begin at this seed."""
+    """Seed Python's, numpy's and torch's CPU generators."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
@@ -24,7 +24,7 @@ def seed_cpu(seed: int) -> None:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Afterwards these generators are as before."""
+    """Restore Python's, numpy's and torch's CPU generators afterwards."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

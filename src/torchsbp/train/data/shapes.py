@@ -12,11 +12,11 @@ from .seeds import mixed
 NAMES = ("disc", "rectangle", "triangle")
 HEIGHTS, WIDTHS = (80, 112), (96, 128)
 LEAST, LARGEST, MOST = 16, 44, 4
-"""pixels of a shape, and shapes in an image"""
+"""the least and the largest size of a shape in pixels, and the most shapes in an image"""
 
 
 def shapes(count: int, training: bool, masks: bool) -> Objects:
-    """So many images, always the same ones; those to train with are others than those to test with."""
+    """Return ``count`` images, always the same ones; those to train with are others than those to test with."""
     content: dict[str, Any] = {"images": [], "annotations": []}
     content["categories"] = [{"id": number, "name": name} for number, name in enumerate(NAMES, 1)]
     for number in range(count):
@@ -35,7 +35,7 @@ def generator_of(number: int, training: bool) -> np.random.Generator:
 
 
 def placed(generator: np.random.Generator, height: int, width: int) -> list[tuple[int, np.ndarray[Any, Any]]]:
-    """Shapes that don't touch: their classes and corners."""
+    """Return the classes and corners of random shapes that don't touch."""
     found: list[tuple[int, np.ndarray[Any, Any]]] = []
     boxes: list[tuple[float, ...]] = []
     for _ in range(int(generator.integers(1, MOST + 1))):
@@ -51,7 +51,7 @@ def placed(generator: np.random.Generator, height: int, width: int) -> list[tupl
 
 
 def corners(kind: int, generator: np.random.Generator) -> np.ndarray[Any, Any]:
-    """Of a shape in the unit square, ``[points, 2]``."""
+    """Return the corners ``[points, 2]`` of a shape in the unit square."""
     if NAMES[kind] == "disc":
         angles = np.arange(24) * (2 * math.pi / 24)
         return 0.5 + 0.5 * np.stack([np.cos(angles), np.sin(angles)], 1)
@@ -71,7 +71,7 @@ def annotated(number: int, image: int, kind: int, polygon: np.ndarray[Any, Any])
 
 
 def picture(record: dict[str, Any]) -> Image.Image:
-    """Its shapes in random colours on noise of another colour."""
+    """Draw the shapes of an image in random colours, on another colour, and add noise."""
     generator = generator_of(record["id"], record["train"])
     colours = generator.integers(0, 256, (1 + MOST, 3))
     image = Image.new("RGB", (record["width"], record["height"]), tuple(colours[0].tolist()))

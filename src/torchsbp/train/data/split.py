@@ -1,4 +1,4 @@
-"""Validation data from the training data: the same share of every class, the same pictures every time."""
+"""Validation data taken from the training data: the same share of every class, the same pictures every time."""
 
 import hashlib
 from collections import defaultdict
@@ -30,8 +30,9 @@ class Part:
 
 
 def split(images: Images, share: float, seed: int) -> tuple[Part, Part]:
-    """Training and validation. Of a class of n pictures, round(share · n) are to validate with, at least one of two or
-    more: those whose names have the least hashes. So the other pictures stay where they are when one is added."""
+    """Return the pictures to train with and those to validate with. Of n pictures of a class, round(share · n) are to
+    validate with (of two or more at least one, never all): those whose names have the least hashes. So adding a picture
+    moves at most one other."""
     by_class: dict[int, list[int]] = defaultdict(list)
     for index, label in enumerate(images.labels):
         by_class[label].append(index)

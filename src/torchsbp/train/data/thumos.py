@@ -4,7 +4,7 @@
     ROOT/target_perframe/VIDEO.npy    [frames, columns] of zeros and ones
     ROOT/classes.txt                  names of actions; columns are background, these, ambiguous
     ROOT/fps.txt                      frames a second that the targets were made for
-    ROOT/segments.csv                 video, type, start, end: the same in seconds, for temporal detection
+    ROOT/segments.csv                 video, type, start, end: actions in seconds, for temporal detection
     ROOT/train.txt, test.txt          names of videos
 
 ``torchsbp targets`` writes all but the frames.
@@ -27,11 +27,11 @@ from .pictures import frames_in, read_picture
 
 FRAMES, TARGETS, CLASSES, RATE, SEGMENTS = "frames", "target_perframe", "classes.txt", "fps.txt", "segments.csv"
 FPS = 4.0
-"""of THUMOS'14, as published"""
+"""frames a second of THUMOS'14's targets, as published"""
 
 
 class Thumos:
-    """The videos of one list."""
+    """The videos of one list, as a source for ``Windows`` and ``WholeVideos``."""
 
     def __init__(self, root: Path, part: str, fps: float) -> None:
         self.root, self.fps = root, fps
@@ -87,7 +87,7 @@ class Thumos:
 
 
 class Frames:
-    """Of one video: an array in a file, which is read where it is needed, or pictures in a folder."""
+    """The frames of one video: an array in a file, read only where it is needed, or pictures in a folder."""
 
     def __init__(self, folder: Path, name: str, listed: str) -> None:
         self.path = folder / f"{name}.npy"
@@ -113,7 +113,7 @@ class Frames:
         return self.count
 
     def read(self, numbers: Sequence[int]) -> np.ndarray:
-        """``[n, height, width, 3]``."""
+        """Return ``[n, height, width, 3]``."""
         if not self.pictures:
             return np.load(self.path, mmap_mode="r")[np.asarray(numbers)]
         once = {number: self.picture(number) for number in dict.fromkeys(numbers)}
@@ -128,7 +128,7 @@ class Frames:
 
 
 def read_lines(path: Path) -> dict[str, int]:
-    """Those that are not empty, and their numbers; an error if one is there twice."""
+    """Return the lines that are not empty, with their numbers; raise ``DataError`` if one is there twice."""
     lines: dict[str, int] = {}
     try:
         for number, line in enumerate(map(str.strip, path.read_text().splitlines()), 1):
@@ -144,7 +144,7 @@ def read_lines(path: Path) -> dict[str, int]:
 
 
 def read_classes(path: Path) -> list[str]:
-    """Names of actions."""
+    """Return the names of actions in a file."""
     lines = read_lines(path)
     for name in (BACKGROUND, AMBIGUOUS):
         if name in lines:
@@ -153,7 +153,7 @@ def read_classes(path: Path) -> list[str]:
 
 
 def read_rate(root: Path) -> float | None:
-    """Frames a second that targets were made for; folders of older versions don't say."""
+    """Return the frames a second that targets were made for, or None: folders of older versions don't say."""
     path = root / RATE
     if not path.exists():
         return None
@@ -164,7 +164,8 @@ def read_rate(root: Path) -> float | None:
 
 
 def actions_of(root: Path, given: Path | None) -> list[str]:
-    """Names as they are given, as the folder has them, or THUMOS's. Targets of a folder have one meaning."""
+    """Return the names of actions: those given, else the folder's, else THUMOS's. Given names must be the folder's, so
+    that its targets have columns of one meaning."""
     own = root / CLASSES
     known = read_classes(own) if own.exists() else None
     names = read_classes(given) if given else known or THUMOS
@@ -179,7 +180,7 @@ def actions_of(root: Path, given: Path | None) -> list[str]:
 
 
 def rate_of(root: Path, given: float | None) -> float:
-    """Frames a second as they are given, as the folder has them, or THUMOS's."""
+    """Return the frames a second: those given, which must be the folder's, else the folder's, else THUMOS's."""
     known = read_rate(root)
     if None not in (given, known) and given != known:
         raise UsageError(
@@ -192,7 +193,7 @@ def rate_of(root: Path, given: float | None) -> float:
 def prepare(
     source: Path, root: Path, split: str, fps: float | None, classes: Path | None, skip_missing: bool
 ) -> Counter[str]:
-    """Targets, segments and the list of a split, from annotations and frames; what was done, in numbers."""
+    """Write targets, segments and the list of a split, from annotations and frames; return counts of what was done."""
     actions, fps = actions_of(root, classes), rate_of(root, fps)
     names = columns(actions)
     by_video: dict[str, list[Annotation]] = {}
@@ -223,7 +224,7 @@ def prepare(
 
 
 def write_segments(path: Path, segments: dict[str, list[Segment]], names: Sequence[str]) -> None:
-    """Those of other videos that are there already stay."""
+    """Write the segments of these videos; those of other videos that are in the file stay."""
     others = [its[:4] for its in read_annotations(path) if its.video not in segments] if path.exists() else []
     rows = [(video, names[its.label], its.start, its.end) for video, found in segments.items() for its in found]
     with path.open("w", newline="") as file:

@@ -1,6 +1,6 @@
-"""Videos as frames by number: files through torchcodec where it decodes, else PyAV; folders of pictures; arrays.
+"""Videos as numbered frames: files, decoded by torchcodec if it can, else by PyAV; folders of pictures; arrays.
 
-Frame i of a file is the i-th that is shown, upright, whatever decodes it: both ways look through the whole file for
+Frame i of a file is the i-th that is shown, upright, whichever decodes it: both look through the whole file for the
 times of frames before they decode any.
 """
 
@@ -21,13 +21,13 @@ from .pictures import frames_in, read_picture
 
 FILES = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
 SKIP = 8
-"""frames before a key frame that are decoded sooner than it is found"""
+"""within so many frames before a key frame, decoding on is faster than seeking to it"""
 ROUNDING = 1e-6
-"""by which a moment may be before the frame that is shown then"""
+"""tolerance for a time that rounding puts just before its frame"""
 
 
 class Video:
-    """Frames of 8 bits. Open ones hold files open: use them in ``with``."""
+    """A video as 8-bit frames. It may hold a file open: use it in ``with``."""
 
     fps: float | None = None
     """frames a second, if that is known"""
@@ -36,22 +36,22 @@ class Video:
         raise NotImplementedError
 
     def read(self, numbers: Sequence[int]) -> Tensor:
-        """``[n, height, width, 3]``, in this order; the same frame may be asked for again and again."""
+        """Return ``[n, height, width, 3]``, in the order of ``numbers``, which may repeat one."""
         raise NotImplementedError
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """The length of the video."""
         raise NotImplementedError
 
     def moments(self, fps: float) -> list[float]:
-        """So many a second, from the first frame to the end."""
+        """Return the times, in seconds from the first frame, of ``fps`` frames a second until the end."""
         count = max(1, ceil(self.seconds * fps - ROUNDING))
         return [number / fps for number in range(count)]
 
     def frames_at(self, times: Sequence[float]) -> Tensor:
-        """``[n, 3, height, width]``: what is shown at these moments, in seconds from the first frame. At the end and
-        beyond, the last frame."""
+        """Return the frames ``[n, 3, height, width]`` shown at these times, in seconds from the first frame. At the end
+        and beyond, this is the last frame."""
         raise NotImplementedError
 
     def close(self) -> None: ...
@@ -64,9 +64,10 @@ class Video:
 
 
 def open_video(path: Path, decoder: str | None = None, fps: float | None = None) -> Video:
-    """A video file, a folder of pictures in the order of their numbers, or an array ``[frames, height, width, 3]``.
+    """Open a video: a file, a folder of numbered pictures, or an array ``[frames, height, width, 3]``.
 
-    ``decoder``: one of ``decoders()``, else the first of them. ``fps``: of folders and arrays, which don't tell.
+    ``decoder`` is one of ``decoders()``; by default these are tried one after the other. ``fps`` is the rate of folders
+    and arrays, which don't tell theirs.
     """
     try:
         if path.is_dir():
@@ -87,7 +88,7 @@ def open_video(path: Path, decoder: str | None = None, fps: float | None = None)
 
 
 def decoded(path: Path, decoders: Sequence[Callable[[Path], Video]]) -> Video:
-    """By the first that knows the format; the last one says what is wrong."""
+    """Open a file with the first decoder that can; if none can, raise the error of the last."""
     *others, last = decoders
     for decoder in others:
         with suppress(Exception):
@@ -97,9 +98,9 @@ def decoded(path: Path, decoders: Sequence[Callable[[Path], Video]]) -> Video:
 
 @cache
 def decoders() -> dict[str, Callable[[Path], Video]]:
-    """What decodes video files here, the preferred one first."""
+    """Return the decoders of video files that work here, the preferred one first."""
     found: dict[str, Callable[[Path], Video]] = {}
-    with suppress(ImportError, OSError, RuntimeError):  # it is there, but the FFmpeg or the torch that it needs is not
+    with suppress(ImportError, OSError, RuntimeError):  # installed, but not the FFmpeg or the torch that it needs
         import torchcodec
 
         if torchcodec.ffmpeg_major_version is not None:
@@ -155,7 +156,7 @@ class WithTorchCodec(Video):
 
 
 class WithPyAV(Video):
-    """PyAV: decodes from the last key frame before what is asked for, or goes on where it was."""
+    """PyAV, which decodes from the last key frame before the wanted frame, or goes on where it was."""
 
     def __init__(self, path: Path) -> None:
         import av
@@ -176,7 +177,7 @@ class WithPyAV(Video):
         self.next = len(shown)
 
     def scan(self) -> Iterator[tuple[int, int | None]]:
-        """When each frame is shown, and of key frames where to seek for it."""
+        """Yield when each frame is shown and, for key frames, where to seek to."""
         for packet in self.container.demux(self.stream):
             shown_at = packet.dts if packet.pts is None else packet.pts
             if shown_at is not None and not packet.is_discard:
@@ -219,12 +220,12 @@ class WithPyAV(Video):
 
 
 def pixels(frame: Any) -> np.ndarray:
-    """Of PyAV's frame, upright."""
+    """Return the pixels of PyAV's frame, upright."""
     return np.rot90(frame.to_ndarray(format="rgb24", threads=1), round(frame.rotation / 90))
 
 
 class Stills(Video):
-    """Frames without times: one after the other, at a rate that others know."""
+    """Frames without times: they follow each other at ``fps`` a second, if that is known."""
 
     def __init__(self, fps: float | None) -> None:
         self.fps = fps
@@ -241,7 +242,7 @@ class Stills(Video):
 
 
 class Pictures(Stills):
-    """One file for each frame."""
+    """A folder with a picture for each frame."""
 
     def __init__(self, path: Path, fps: float | None) -> None:
         super().__init__(fps)
@@ -266,7 +267,7 @@ class Pictures(Stills):
 
 
 class Array(Stills):
-    """Of a ``.npy`` file, which is read where it is needed."""
+    """The array in a ``.npy`` file, read only where it is needed."""
 
     def __init__(self, path: Path, fps: float | None) -> None:
         super().__init__(fps)

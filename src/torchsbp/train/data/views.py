@@ -1,4 +1,4 @@
-"""Labelled images as a model sees them: which there are, and timm's augmentation."""
+"""Labelled images as a model sees them: options of the data, and timm's augmentation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,20 +29,20 @@ class Data:
     split: float = field(default=0.0, metadata=SHARE_BELOW_1)
     """validate with this share of every class of the training images, instead of valid"""
     split_seed: int = field(default=0, metadata=NOT_NEGATIVE)
-    """which ones; not the run's seed, so that runs of several seeds validate with the same"""
+    """decides which images those are; not the run's seed, so that runs of several seeds validate with the same"""
     classes: int | None = field(default=None, metadata=COUNT)
     """needed for shards; otherwise checked if given"""
     size: int = field(default=224, metadata=COUNT)
     channels: Literal[1, 3] = 3
     mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406], metadata=SHARE)
-    """of pixels in [0, 1]"""
+    """mean of pixels in [0, 1]"""
     std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225], metadata=SHARE_ABOVE_0)
     crop_pct: float = field(default=0.875, metadata=SHARE_ABOVE_0)
     """evaluation: the share of the resized image that is cropped"""
     workers: int = field(default=8, metadata=WORKERS)
     """processes that read images, for each process that trains"""
     broken: int = field(default=0, metadata=NOT_NEGATIVE)
-    """images that may be unreadable: another takes the place of one in training, none in validation"""
+    """how many images may be unreadable: training puts another in the place of one, validation leaves it out"""
 
     def __post_init__(self) -> None:
         if not len(self.mean) == len(self.std) == self.channels:
@@ -60,7 +60,7 @@ class Augment:
     hflip: float = field(default=0.5, metadata=SHARE)
     auto_augment: str | None = None
     color_jitter: float = field(default=0.4, metadata=NOT_NEGATIVE)
-    """without auto_augment"""
+    """used without auto_augment"""
     interpolation: str = "bicubic"
     erase: float = field(default=0.0, metadata=SHARE)
     mixup: float = field(default=0.0, metadata=NOT_NEGATIVE)
@@ -73,12 +73,12 @@ class Augment:
 
 
 def mode_of(data: Data) -> str:
-    """Pillow's name for what the model sees."""
+    """Return Pillow's mode of the images that the model sees."""
     return "L" if data.channels == 1 else "RGB"
 
 
 def open_part(data: Data, train: bool) -> Images:
-    """What is trained with, or what is validated with."""
+    """Open the images to train with, or those to validate with."""
     if data.split:
         whole = open_images(data.source, data.root, data.train, True, data.classes, mode_of(data))
         return split(whole, data.split, data.split_seed)[0 if train else 1]
@@ -87,7 +87,7 @@ def open_part(data: Data, train: bool) -> Images:
 
 
 class OfImage:
-    """A transform of the image alone: the class stays."""
+    """Transforms the image alone; the class stays as it is."""
 
     def __init__(self, transform: Callable[[Any], Any]) -> None:
         self.transform = transform
@@ -97,20 +97,20 @@ class OfImage:
 
 
 def check_names(augment: Augment) -> None:
-    """Of interpolation and augmentation, as timm knows them."""
+    """Refuse names of interpolation and augmentation that timm does not know."""
     allowed = ("random", *(mode.name.lower() for mode in Image.Resampling))
     if augment.interpolation not in allowed:
         refuse("task.augment.interpolation", augment.interpolation, ", ".join(allowed))
     if augment.auto_augment is not None:
         try:
             train_transform(Data(), augment)
-        except Exception as error:  # timm says it by assertions
+        except Exception as error:  # timm's assertions, among others
             forms = "null, rand-m9-mstd0.5-inc1 and the like, original, originalr, v0, v0r, 3a, augmix-m3 and the like"
             refuse("task.augment.auto_augment", augment.auto_augment, f"{forms} ({error})")
 
 
 def train_transform(data: Data, augment: Augment) -> Callable[[Any], Any]:
-    """Up to uint8 pixels; the rest is done on the device, for a batch at a time."""
+    """Return the transform up to uint8 pixels; the rest is done on the device, a batch at a time."""
     if augment.crop == "none":
         return eval_transform(data, augment)
     transform = create_transform(
@@ -134,7 +134,7 @@ def train_transform(data: Data, augment: Augment) -> Callable[[Any], Any]:
 
 
 def at_least_one_bit(level: float, hparams: dict[str, Any]) -> tuple[int]:
-    """How many bits posterizing leaves: as in timm, but not its 0 at the highest level, which Pillow 13 refuses."""
+    """Return how many bits posterizing leaves: as in timm, but not 0 at the highest level, which Pillow 13 refuses."""
     return (max(1, 4 - int(level / 10 * 4)),)
 
 

@@ -1,4 +1,4 @@
-"""What a temporal model sees of a video at one moment: recent frames (work), and older ones (long memory), sparser."""
+"""What a temporal model sees of a video at one moment: recent frames (work memory), and older, sparser ones (long)."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -10,21 +10,21 @@ from ..ranges import COUNT
 
 
 class View(NamedTuple):
-    """Frames by number, for moments ``[n]``."""
+    """The numbers of the frames that are seen at n moments."""
 
     long: Tensor
     """``[n, long]``, oldest first"""
     empty: Tensor
-    """``[n, long]``: slots that lie before the first frame. The newest slot never is: it holds the first frame then"""
+    """``[n, long]``: True in slots before the first frame, but never in the newest slot, which then holds that frame"""
     work: Tensor
-    """``[n, work]``, oldest first; at a video's beginning the first slots are filled, the others repeat the newest"""
+    """``[n, work]``, oldest first; as a video begins, only the first slots are filled, and others repeat the newest"""
     slot: Tensor
     """``[n]``: the work slot of the newest frame"""
 
 
 @dataclass
 class Window:
-    """Sizes in frames; a rate of n takes every n-th frame."""
+    """Sizes of long and work memory, in frames; a rate of n takes every n-th frame."""
 
     long: int = field(default=128, metadata=COUNT)
     long_rate: int = field(default=4, metadata=COUNT)
@@ -33,11 +33,11 @@ class Window:
 
     @property
     def span(self) -> int:
-        """Frames from the first to the last of a full work memory."""
+        """How many frames of a video a full work memory spans."""
         return self.work_rate * (self.work - 1) + 1
 
     def view(self, newest: Tensor) -> View:
-        """At the moments ``newest [n]``, numbers of frames."""
+        """Return what is seen when the newest frames are those of numbers ``newest [n]``."""
         filled = (newest // self.work_rate + 1).clamp(max=self.work)
         begin = newest - self.work_rate * (filled - 1)
         work = begin[:, None] + self.work_rate * torch.arange(self.work)

@@ -1,4 +1,4 @@
-"""A backbone of timm's under a feature pyramid: maps of strides 4, 8, 16, 32, and a fifth of half that resolution."""
+"""A timm backbone and a feature pyramid: maps of strides 4, 8, 16 and 32, and a fifth of half that resolution."""
 
 from collections import OrderedDict
 from pathlib import Path
@@ -16,11 +16,11 @@ from ..runs.weights import read_weights
 
 STRIDES = (4, 8, 16, 32)
 LEVELS = ("0", "1", "2", "3")
-"""the pyramid's maps that proposals are pooled from; the fifth is for large anchors"""
+"""names of the pyramid's maps from which proposals are pooled; the fifth map is for large anchors alone"""
 
 
 class Backbone(nn.Module):
-    """``body`` makes feature maps, ``pyramid`` makes maps of ``width`` channels of them."""
+    """``body`` makes feature maps, and ``pyramid`` turns them into maps of ``width`` channels."""
 
     def __init__(self, body: nn.Module, width: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Backbone(nn.Module):
 
 
 class Pyramid(FeaturePyramidNetwork):
-    """torchvision's, with a norm before each lateral convolution."""
+    """torchvision's feature pyramid, with a norm before each lateral convolution."""
 
     def __init__(self, channels: list[int], width: int) -> None:
         super().__init__(channels, width, LastLevelMaxPool())
@@ -86,7 +86,7 @@ class SimplePyramid(nn.Module):
 
 
 def body(name: str, options: dict[str, Any], pretrained: bool, weights: Path | None, multiple: int) -> nn.Module:
-    """timm's model with features only, for images whose sides are multiples of that number."""
+    """Make timm's model as a feature extractor, for images whose sides are multiples of ``multiple``."""
     try:
         found: nn.Module = timm.create_model(name, features_only=True, pretrained=pretrained, **options)
         with torch.no_grad(), generators_kept():
@@ -102,7 +102,7 @@ def body(name: str, options: dict[str, Any], pretrained: bool, weights: Path | N
 
 
 def load(found: nn.Module, path: Path) -> None:
-    """Weights of the same model as a classifier, ours or timm's; those of its head are left."""
+    """Load weights of the same model: from a classifier of ours or timm's (without its head), or from our detector."""
     given, own = read_weights(path), found.state_dict()
     given = {name.removeprefix("backbone.body."): value for name, value in given.items()}
     chosen = {}
@@ -119,8 +119,8 @@ def load(found: nn.Module, path: Path) -> None:
 
 
 def names_of(name: str) -> tuple[str, str]:
-    """What a weight is called in a detector, and what in the classifier: features_only flattens the first level
-    (``stem.0`` is ``stem_0``), or holds the model as ``model``."""
+    """Return a weight's names in a detector's body and in the classifier: ``features_only`` flattens the first level
+    (``stem.0`` becomes ``stem_0``), or holds the model as ``model``."""
     first, _, rest = name.partition(".")
     if first == "model":
         return name, rest

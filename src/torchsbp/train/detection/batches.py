@@ -1,4 +1,4 @@
-"""From pictures with objects to padded batches: flips, sizes, crops, and sizes of batches that come again."""
+"""From pictures with objects to padded batches: transforms, and padding to few different sizes."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,7 +18,8 @@ Sample = dict[str, Any]
 
 
 class Batch(NamedTuple):
-    """``images [B, 3, H, W]``, their ``sizes [B, 2]`` and targets; where they are from, and their sizes there."""
+    """Padded ``images [B, 3, H, W]``, their ``sizes [B, 2]`` without padding, and targets; ``indices`` are those of the
+    source, ``originals`` the pictures' sizes there."""
 
     images: Tensor
     sizes: Tensor
@@ -28,7 +29,7 @@ class Batch(NamedTuple):
 
 
 class Prepared:
-    """A picture and its objects as tensors, through transforms of torchvision's v2."""
+    """Turns a picture and its objects into tensors, and applies transforms of torchvision's v2."""
 
     def __init__(self, *transforms: Any) -> None:
         self.transform = v2.Compose(transforms)
@@ -49,7 +50,7 @@ class Prepared:
 
 
 class ShortestSize(v2.RandomShortestSize):
-    """torchvision's: one of some sizes for the shorter side, and a largest for the longer one."""
+    """torchvision's ``RandomShortestSize``, which refuses pictures that are too thin for it."""
 
     def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
         height, width = V.get_size(flat_inputs[0])
@@ -58,7 +59,7 @@ class ShortestSize(v2.RandomShortestSize):
 
 
 def check_shape(height: int, width: int, longest: int) -> None:
-    """Raise ``DataError`` if the shorter side would be nothing when the longer one is this long."""
+    """Raise ``DataError`` if the shorter side would vanish when the longer one is resized to ``longest``."""
     if int(min(height, width) * (longest / max(height, width))) < 1:
         raise DataError(
             f"{height} × {width} pixels are too thin: with a longer side of {longest} (task.augment.long) the shorter "
@@ -67,7 +68,7 @@ def check_shape(height: int, width: int, longest: int) -> None:
 
 
 class CropBetween(v2.Transform):
-    """A crop whose height and width are drawn between two numbers, as far as the image has them."""
+    """Crops to a random height and width between two numbers, as far as the image is that large."""
 
     def __init__(self, least: int, most: int) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ def draw(least: int, most: int) -> int:
 
 
 def collate(samples: Sequence[Sample], buckets: Sequence[tuple[int, int]], multiple: int) -> Batch:
-    """Pictures in the upper left corner, padded to one size."""
+    """Make a batch: pictures lie in the upper left corner, padded to one size."""
     sizes = [(its["image"].shape[1], its["image"].shape[2]) for its in samples]
     height, width = padded_size(sizes, buckets, multiple)
     images = torch.zeros(len(samples), 3, height, width, dtype=torch.uint8)
@@ -105,7 +106,7 @@ def collate(samples: Sequence[Sample], buckets: Sequence[tuple[int, int]], multi
 
 
 def padded_size(sizes: Sequence[tuple[int, int]], buckets: Sequence[tuple[int, int]], multiple: int) -> tuple[int, int]:
-    """The least of the buckets, upright or on its side, that holds all; without buckets the next multiples."""
+    """Return the smallest bucket, upright or on its side, that holds all; without buckets the next multiples."""
     height, width = (max(side) for side in zip(*sizes, strict=True))
     if not buckets:
         return -(-height // multiple) * multiple, -(-width // multiple) * multiple
@@ -116,12 +117,12 @@ def padded_size(sizes: Sequence[tuple[int, int]], buckets: Sequence[tuple[int, i
 
 
 def turned(buckets: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Every bucket, upright and on its side."""
+    """Return every bucket, upright and on its side."""
     return sorted({(h, w) for its in buckets for h, w in (tuple(its), tuple(its)[::-1])})
 
 
 class GroupedOrder(TrainOrder):
-    """Batches of images that are all upright or all on their sides, as far as that goes: less padding."""
+    """Batches of images that are all upright or all on their sides, as far as possible: this needs less padding."""
 
     upright: Tensor
 

@@ -11,13 +11,13 @@ from ..data.masks import tools
 
 COLOURS = ((0, 114, 178), (213, 94, 0), (0, 158, 115), (204, 121, 167), (181, 137, 0), (75, 159, 213), (122, 81, 149))
 LEAST = 0.5
-"""score of what is drawn"""
+"""the least score of an object that is drawn"""
 WIDTH, COLUMNS = 400, 3
-"""of a picture on a board, in pixels, and how many stand side by side"""
+"""of a board: the width of a picture in pixels, and how many stand side by side"""
 
 
 def drawn(picture: Image.Image, objects: Sequence[dict[str, Any]], names: Mapping[int, str]) -> Image.Image:
-    """The picture with objects in COCO's format of results."""
+    """Return the picture with objects drawn into it, which are given in COCO's format of results."""
     objects = [its for its in objects if its["score"] >= LEAST]
     pixels = np.array(picture.convert("RGB"))
     colours = [COLOURS[its["category_id"] % len(COLOURS)] for its in objects]
@@ -41,7 +41,7 @@ def label(
     text: str,
     colour: tuple[int, int, int],
 ) -> None:
-    """White on a colour, moved into the picture; what is longer than the picture begins at its left edge."""
+    """Write white text on a colour, moved into the picture; a longer text begins at the picture's left edge."""
     right, bottom = draw.textbbox((0, 0), text)[2:]
     x, y = max(0, min(corner[0], size[0] - 1 - right)), max(0, min(corner[1], size[1] - 1 - bottom))
     draw.rectangle(draw.textbbox((x, y), text), fill=colour)
@@ -49,7 +49,7 @@ def label(
 
 
 def board(pictures: Sequence[Image.Image]) -> bytes:
-    """Pictures of one width side by side, as a PNG."""
+    """Return a PNG of pictures side by side, resized to one width."""
     scaled = [its.resize((WIDTH, max(1, round(its.height * WIDTH / its.width)))) for its in pictures]
     rows = [scaled[start : start + COLUMNS] for start in range(0, len(scaled), COLUMNS)]
     heights = [max(its.height for its in row) for row in rows]

@@ -1,4 +1,4 @@
-"""COCO's evaluation of boxes and masks: twelve numbers each, in percent; −1 where there is nothing to be found."""
+"""COCO's evaluation of boxes and masks: twelve numbers each, in percent; −1 where there is nothing to find."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -25,14 +25,14 @@ NUMBERS = {
     "ar1": "AR 1", "ar10": "AR 10", "ar100": "AR 100",
     "ar_small": "AR small", "ar_medium": "AR medium", "ar_large": "AR large",
 }  # fmt: skip
-"""as COCO orders them"""
+"""our names and titles of COCO's numbers, in COCO's order"""
 CHARTS = {"ap": "average precision", "ap50": "average precision at IoU 0.5"}
 SHOWN = 6
-"""pictures in the report"""
+"""the most pictures in the report"""
 
 
 def metrics(masks: bool) -> tuple[Metric, ...]:
-    """Those of boxes, then those of masks."""
+    """Return the metrics of boxes, then those of masks."""
     return tuple(
         Metric(
             f"{kind}_{name}",
@@ -47,7 +47,7 @@ def metrics(masks: bool) -> tuple[Metric, ...]:
 
 
 def objects_of(detections: dict[str, Tensor], size: Sequence[int], original: tuple[int, int]) -> Iterator[Found]:
-    """What was found in an image of that size, in pixels of the original: box, class number, score and mask."""
+    """Yield what was found in an image of ``size``, in pixels of the original: box, class number, score and mask."""
     height, width = original
     scale = torch.tensor([width / int(size[1]), height / int(size[0])] * 2)
     boxes = detections["boxes"].float().cpu() * scale
@@ -64,14 +64,14 @@ def objects_of(detections: dict[str, Tensor], size: Sequence[int], original: tup
 
 
 def as_text(run_lengths: dict[str, Any]) -> dict[str, Any]:
-    """For json."""
+    """Make run lengths fit for json."""
     counts = run_lengths["counts"]
     return {"size": list(run_lengths["size"]), "counts": counts.decode() if isinstance(counts, bytes) else counts}
 
 
 class Precision(Evaluator):
-    """Collects what is found in the images of a source. Images that were not seen, since they can't be read, do not
-    count, nor do their objects."""
+    """COCO's numbers for what is found in the images of a source. Images that can't be read do not count, nor do their
+    objects."""
 
     def __init__(self, source: Objects) -> None:
         self.source, self.found, self.seen = source, list[Found](), set[int]()
@@ -96,7 +96,7 @@ class Precision(Evaluator):
         values: dict[str, float] = {}
         for kind, field in (("box", "bbox"), ("mask", "segmentation")):
             if kind == "box" or self.source.masks:
-                # without the box of a mask, whose size is then that of its pixels
+                # without its box, the size of a mask is that of its pixels
                 found = [
                     {name: its[name] for name in ("image_id", "category_id", field, "score")} for its in self.found
                 ]
@@ -105,7 +105,7 @@ class Precision(Evaluator):
         return values | self.left_out()
 
     def left_out(self) -> dict[str, float]:
-        """How many images, and objects in them, if any are."""
+        """Return how many images, and objects in them, were left out; empty if none were."""
         ids = {its["id"] for index, its in enumerate(self.source.images) if index not in self.seen}
         objects = [its for its in self.source.content["annotations"] if its["image_id"] in ids and not its["iscrowd"]]
         return {"images_left_out": float(len(ids)), "objects_left_out": float(len(objects))} if ids else {}
@@ -114,7 +114,7 @@ class Precision(Evaluator):
         return {"Predictions": self.pictures(), "Average precision by class": self.table()}
 
     def pictures(self) -> bytes:
-        """The first images, with what was found in them."""
+        """Return a PNG of the first images, with what was found in them."""
         shown = []
         names = dict(zip(self.source.category_ids, self.source.names, strict=True))
         for index in sorted(self.seen)[:SHOWN]:
@@ -134,7 +134,7 @@ class Precision(Evaluator):
 
 
 def evaluated(truth: Any, images: list[int], found: list[Found], kind: str) -> tuple[list[float], list[float]]:
-    """COCO's twelve numbers for the images of these ids, and the average precision of every class."""
+    """Return COCO's twelve numbers for the images of these ids, and the average precision of every class."""
     name = {"box": "bbox", "mask": "segm"}[kind]
     run = tools().COCOeval_faster(truth, truth.loadRes(found), name, print_function=quiet)
     run.params.imgIds = images

@@ -1,4 +1,4 @@
-"""Heads on proposals: Mask R-CNN's, and a cascade of them, each trained on what the one before has refined.
+"""Heads on proposals: Mask R-CNN's, or a cascade of them, each trained on the boxes that the one before has refined.
 
 A stage is torchvision's ``RoIHeads`` with its own threshold, box coder and losses; Mask R-CNN is a cascade of one.
 """
@@ -31,8 +31,9 @@ GROUPS = 32
 
 @dataclass(frozen=True)
 class StageSpec:
-    """A stage: which overlap makes a proposal an object, the deviations of its boxes, the weight of its losses, whether
-    boxes are compared as such (GIoU ×10) or by their coded offsets (L1), and whether its head has convolutions."""
+    """What differs between stages: the overlap that makes a proposal an object, the standard deviations by which coded
+    boxes are divided, the weight of the losses, whether these compare decoded boxes (GIoU ×10) or coded ones (L1), and
+    whether the head has convolutions."""
 
     overlap: float = 0.5
     deviations: tuple[float, float, float, float] = (0.1, 0.1, 0.2, 0.2)
@@ -54,8 +55,9 @@ CASCADE = tuple(
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """What all stages share: classes with the background, channels, hidden width, sampled proposals per image, masks,
-    the norm of convolutions, and which share of the proposals backward visits, recomputing or not."""
+    """What all stages share: number of classes with the background, channels of maps, hidden width, sampled proposals
+    per image, whether there are masks, the norm of convolutions, the share of proposals that backward visits, and
+    whether it recomputes the heads."""
 
     classes: int
     width: int = 256
@@ -90,8 +92,8 @@ class Stage(RoIHeads):
         self.stage, self.keep_ratio, self.recompute = stage, spec.keep_ratio, spec.recompute
 
     def select(self, proposals: list[Tensor], targets: Targets) -> list[list[Tensor]]:
-        """Proposals to train with, those of the objects' own boxes among them; which object each was matched with, and
-        its class. As ``select_training_samples`` does it, which codes the boxes of all of them besides."""
+        """Return the proposals to train with, among them objects' own boxes; the object that each is matched with; and
+        its class. ``select_training_samples`` does the same, and codes boxes besides."""
         boxes = [its["boxes"].to(proposals[0].dtype) for its in targets]
         proposals = self.add_gt_proposals(proposals, boxes)
         found = proposals, *self.assign_targets_to_proposals(proposals, boxes, [its["labels"] for its in targets])
@@ -99,7 +101,7 @@ class Stage(RoIHeads):
         return [[its[index] for its, index in zip(values, chosen, strict=True)] for values in found]
 
     def predict(self, features: Features, proposals: list[Tensor], padded: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Class logits ``[n, classes]`` and coded boxes ``[n, classes, 4]`` of all images' proposals."""
+        """Return class logits ``[n, classes]`` and coded boxes ``[n, classes, 4]`` of all images' proposals."""
 
         def both(pooled: Tensor) -> Tensor:
             return torch.cat(self.box_predictor(self.box_head(pooled)), 1)
@@ -110,7 +112,7 @@ class Stage(RoIHeads):
         return found[:, :classes], found[:, classes:].unflatten(1, (classes, 4))
 
     def predict_masks(self, features: Features, boxes: list[Tensor], padded: tuple[int, int]) -> Tensor:
-        """Logits ``[n, classes, 28, 28]``."""
+        """Return mask logits ``[n, classes, 28, 28]``."""
 
         def both(pooled: Tensor) -> Tensor:
             return self.mask_predictor(self.mask_head(pooled))
@@ -118,7 +120,7 @@ class Stage(RoIHeads):
         return self.with_kept_gradients(both, self.mask_roi_pool(features, boxes, [padded] * len(boxes)))
 
     def with_kept_gradients(self, head: Callable[[Tensor], Tensor], pooled: Tensor) -> Tensor:
-        """The head on every proposal, with gradients from the kept ones."""
+        """Run the head on every proposal, with gradients from a random share of them (``keep_ratio``)."""
         kept = round(self.keep_ratio * len(pooled))
         if not (self.training and torch.is_grad_enabled() and len(pooled)):
             return head(pooled)
@@ -130,13 +132,13 @@ class Stage(RoIHeads):
         return checkpoint(head, pooled, use_reentrant=False, context_fn=self.contexts)
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Of a head's first and second run: a batch is counted once."""
+        """Return contexts for a head's first run and its recomputation, so that batch norms count a batch once."""
         return nullcontext(), statistics_kept(self)
 
     def losses(
         self, logits: Tensor, deltas: Tensor, proposals: list[Tensor], labels: list[Tensor], aims: list[Tensor]
     ) -> dict[str, Tensor]:
-        """Of class and box; ``aims`` are the boxes of the objects that proposals were matched with."""
+        """Return the losses of class and box; ``aims`` are the boxes of the objects that proposals are matched with."""
         label = torch.cat(labels)
         positive = label.nonzero().flatten()
         own = deltas[positive, label[positive]]
@@ -152,8 +154,8 @@ class Stage(RoIHeads):
         sizes: list[tuple[int, int]],
         labels: list[Tensor] | None = None,
     ) -> list[Tensor]:
-        """Proposals for the next stage: the boxes of their class; where that is background or not known, those of the
-        likeliest object."""
+        """Return proposals for the next stage: each is the box of its class or, where that is background or unknown, of
+        the likeliest class of objects."""
         chosen = logits[:, 1:].argmax(1) + 1
         if labels is not None:
             label = torch.cat(labels)
@@ -165,8 +167,8 @@ class Stage(RoIHeads):
 
 @contextmanager
 def statistics_kept(module: nn.Module) -> Iterator[None]:
-    """Batch norms count into copies of their running statistics, which are dropped. (Without any to count into they
-    would save other tensors than in the first run.)"""
+    """Let batch norms update copies of their running statistics, and drop these. (Without any to update they would save
+    other tensors than in the first run.)"""
     norms = [its for its in module.modules() if isinstance(its, _BatchNorm)]
     before = [(norm, name, value) for norm in norms for name, value in norm.named_buffers(recurse=False)]
     for norm, name, value in before:
@@ -179,7 +181,7 @@ def statistics_kept(module: nn.Module) -> Iterator[None]:
 
 
 def box_loss(coder: Any, deltas: Tensor, proposals: Tensor, aims: Tensor, decoded: bool) -> Tensor:
-    """Summed over positive proposals: ten times 1 − GIoU of the decoded boxes, or the L1 distance of coded ones."""
+    """Sum over positive proposals: ten times 1 − GIoU of the decoded boxes, or the L1 distance of coded ones."""
     if decoded:
         return 10 * generalized_box_iou_loss(coder.decode_single(deltas, proposals), aims, reduction="sum")
     return F.l1_loss(deltas, coder.encode_single(aims, proposals), reduction="sum")
@@ -197,7 +199,7 @@ class Heads(nn.Module):
         self, features: Features, proposals: list[Tensor], sizes: list[tuple[int, int]], padded: tuple[int, int],
         targets: Targets,
     ) -> dict[str, Tensor]:  # fmt: skip
-        """By name; of a cascade with the number of the stage."""
+        """Return the losses by name; in a cascade, names end with the number of the stage."""
         found: dict[str, Tensor] = {}
         for number, stage in enumerate(self.stages):
             proposals, matched, labels = stage.select(proposals, targets)
@@ -218,7 +220,7 @@ class Heads(nn.Module):
     def detect(
         self, features: Features, proposals: list[Tensor], sizes: list[tuple[int, int]], padded: tuple[int, int]
     ) -> list[dict[str, Tensor]]:
-        """Boxes, classes and scores of every image, and masks ``[n, 28, 28]`` within the boxes, as probabilities."""
+        """Return each image's boxes, classes, scores and masks: probabilities ``[n, 28, 28]`` within the boxes."""
         *others, last = self.stages
         scores = []
         for stage in others:
@@ -235,7 +237,7 @@ class Heads(nn.Module):
         return result
 
     def add_masks(self, result: list[dict[str, Tensor]], features: Features, padded: tuple[int, int]) -> None:
-        """Of the class that was found, averaged over the stages."""
+        """Add to ``result`` the masks of the classes that were found, averaged over the stages."""
         boxes, labels = [its["boxes"] for its in result], torch.cat([its["labels"] for its in result])
         found = [at_least_float(stage.predict_masks(features, boxes, padded)) for stage in self.stages]
         mean = torch.stack([logits.sigmoid() for logits in found]).mean(0)
@@ -245,12 +247,12 @@ class Heads(nn.Module):
 
 
 def matched_boxes(boxes: Tensor, index: Tensor) -> Tensor:
-    """An image without objects has nothing to be matched with."""
+    """Return the boxes that proposals are matched with; zeros in an image without objects."""
     return boxes[index] if len(boxes) else boxes.new_zeros(len(index), 4)
 
 
 def given(proposals: Tensor, boxes: Tensor) -> Tensor:
-    """Which proposals are objects' own boxes, that were put among them."""
+    """Return which proposals are objects' own boxes, which ``select`` has put among them."""
     return (proposals[:, None] == boxes).all(2).any(1)
 
 
@@ -258,7 +260,7 @@ def mask_loss(
     stage: Stage, features: Features, proposals: list[Tensor], padded: tuple[int, int], labels: list[Tensor],
     matched: list[Tensor], targets: Targets,
 ) -> Tensor:  # fmt: skip
-    """Of the positive proposals: cross entropy of the mask of their class."""
+    """Return the cross entropy of positive proposals' masks, each of the proposal's class."""
     positive = [its.nonzero().flatten() for its in labels]
     boxes = [its[index] for its, index in zip(proposals, positive, strict=True)]
     matched = [its[index] for its, index in zip(matched, positive, strict=True)]

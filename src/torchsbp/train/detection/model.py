@@ -19,7 +19,7 @@ class Detector(nn.Module):
         self.backbone, self.rpn, self.heads = backbone, rpn, heads
 
     def forward(self, images: Tensor, sizes: Tensor, targets: Targets | None = None) -> Any:
-        """In training losses by name; else boxes, classes, scores and masks of every image, in its own pixels."""
+        """Return losses by name in training; else every image's boxes, classes, scores and masks, in its own pixels."""
         height, width = images.shape[-2:]
         features = self.backbone(images)
         listed = [(h, w) for h, w in sizes.tolist()]
@@ -31,11 +31,11 @@ class Detector(nn.Module):
 
 
 def parameter_groups(model: Detector, weight_decay: float, layer_decay: float | None) -> list[dict[str, Any]]:
-    """For the optimizer: no weight decay on vectors; with layer decay the rate falls towards the stem.
+    """Return groups for the optimizer: no weight decay on vectors; with layer decay the rate falls towards the stem.
 
-    A parameter of group i of n learns with layer_decay^(n + 1 − i) of the rate: the stem is group 0, stages 1 and 2 are
-    1 and 2, block i of stage 3 is 3 + i // 3, stage 4 is n. Blocks of a ViT are groups of their own. What is behind the
-    backbone, its output norms included, learns at the full rate.
+    A parameter of group i of n learns at layer_decay^(n + 1 − i) times the rate. The stem is group 0, stages 1 and 2
+    are groups 1 and 2, block i of stage 3 is in group 3 + i // 3, and stage 4 is group n. In a ViT every block is a
+    group. What follows the backbone, including the norms of its outputs, learns at the full rate.
     """
     number = group_numbers(model.backbone.body) if layer_decay is not None else {}
     last = max(number.values(), default=0) + 1
@@ -74,7 +74,8 @@ def stage_group(place: "re.Match[str] | None", last: int) -> int:
 
 
 def compile_backbone(model: Detector, shapes: int, mode: str | None = None) -> None:
-    """One graph for each of so many sizes of batches, in training and evaluation; the heads' sizes follow the data."""
+    """Compile the backbone: a graph for each of ``shapes`` sizes of batches, in training and evaluation. Heads are not
+    compiled, since their sizes depend on the data."""
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 2 * shapes)
     model.backbone.compile(dynamic=False, mode=mode)

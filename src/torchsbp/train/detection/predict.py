@@ -51,7 +51,7 @@ class DetectionPredictor(Predictor):
         return Prediction(rows, {"height": size[0], "width": size[1], "objects": objects}, caption)
 
     def document(self, files: Sequence[str], records: Sequence[dict[str, Any]]) -> Any:
-        """COCO's json, whose annotations have a score."""
+        """Return COCO's json, with a score in every annotation."""
         images, annotations = [], list[dict[str, Any]]()
         for number, (file, record) in enumerate(zip(files, records, strict=True), 1):
             images.append({"id": number, "file_name": file, "height": record["height"], "width": record["width"]})
@@ -66,7 +66,7 @@ class DetectionPredictor(Predictor):
 
 
 def area(found: Found) -> float:
-    """In pixels: of its mask, or of its box if it has none."""
+    """Return the area of an object in pixels: of its mask, or of its box if it has none."""
     if "segmentation" in found:
         return float(tools().mask.area(found["segmentation"]))
     return found["bbox"][2] * found["bbox"][3]

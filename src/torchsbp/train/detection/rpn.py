@@ -1,7 +1,7 @@
-"""Proposals: torchvision's RPN with a loss of its own, and a backward pass that visits the sampled anchors alone.
+"""Proposals: torchvision's RPN with another loss, and a backward pass that visits the sampled anchors alone.
 
-Of some hundred thousand anchors the loss sees 256 per image, and proposals carry no gradient. So the dense maps can run
-without recording anything; the head runs once more on the 3 × 3 surroundings of the sampled anchors. Gradients are the
+Of some hundred thousand anchors the loss sees 256 per image, and proposals carry no gradient. So the head can run on
+whole maps without recording anything, and once more on the 3 × 3 surroundings of the sampled anchors. Gradients are the
 same, and there is no dense backward pass.
 """
 
@@ -21,11 +21,11 @@ Targets = list[dict[str, Tensor]]
 RATIOS = (0.5, 1.0, 2.0)
 SAMPLED, POSITIVE = 256, 0.5
 BEFORE_NMS, TESTED = 2000, 1000
-"""proposals of a map before NMS in training, and before and after it in evaluation"""
+"""the most proposals: of a map before NMS in training; of a map before it, and of an image after it, in evaluation"""
 
 
 class RPN(RegionProposalNetwork):
-    """``beta``: of the smooth L1 loss of boxes, 0 for L1. ``sparse``: backward from the sampled anchors alone."""
+    """``beta`` is that of the smooth L1 loss of boxes (0: L1). ``sparse``: backward visits only sampled anchors."""
 
     def __init__(self, width: int, anchor_scale: int, proposals: int, beta: float, sparse: bool) -> None:
         sizes = tuple((anchor_scale * stride,) for stride in (4, 8, 16, 32, 64))
@@ -63,7 +63,7 @@ class RPN(RegionProposalNetwork):
 
 
 def rpn_losses(logits: Tensor, deltas: Tensor, labels: Tensor, aims: Tensor, beta: float) -> dict[str, Tensor]:
-    """Of the sampled anchors: is there an object, and where; ``deltas`` and ``aims`` are those of the objects."""
+    """Return losses of the sampled anchors: is there an object, and where (``deltas``, ``aims``: of objects alone)."""
     if not len(logits):
         return {"objectness": logits.sum(), "proposals": deltas.sum()}
     return {
@@ -73,7 +73,7 @@ def rpn_losses(logits: Tensor, deltas: Tensor, labels: Tensor, aims: Tensor, bet
 
 
 def at_least_float(x: Tensor) -> Tensor:
-    """Under autocast in float32: pixels of large images are more than bfloat16 can count."""
+    """Convert what autocast made to float32: bfloat16 can't count the pixels of large images."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -83,7 +83,7 @@ def in_padding(anchors: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def at(head: Any, maps: list[Tensor], chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits and deltas of the chosen anchors, which are numbered by image, level, position and shape."""
+    """Return logits and deltas of the chosen anchors, which are numbered by image, level, position and shape."""
     each, shapes = len(RATIOS), tuple((its.shape[2], its.shape[3]) for its in maps)
     rows = torch.cat([its.permute(0, 2, 3, 1).flatten(1, 2) for its in maps], 1)  # [B, n, C]: the anchors' own order
     shape = (chosen % each)[:, None]
@@ -97,8 +97,8 @@ def at(head: Any, maps: list[Tensor], chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def surroundings(x: Tensor, shapes: tuple[tuple[int, int], ...], positions: Tensor) -> Tensor:
-    """The 3 × 3 neighbours of positions of maps of these shapes, one after the other in ``x [B, n, C]``; positions are
-    numbered through all samples. ``[m, 9, C]``, zero beyond the edges."""
+    """Return the 3 × 3 neighbours ``[m, 9, C]`` of ``positions [m]``, zero beyond the edges. ``x [B, n, C]`` holds maps
+    of these shapes one after the other; positions are numbered through all samples."""
     distance, within = neighbours(shapes, x.device)
     kind = kinds(shapes, x.device)[positions % x.shape[1]].long()
     place = positions[:, None] + distance[kind]
@@ -107,7 +107,8 @@ def surroundings(x: Tensor, shapes: tuple[tuple[int, int], ...], positions: Tens
 
 @constant
 def kinds(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    """Of every position ``[n]``: 16 for each map before its own; 8, 4, 2, 1 at the upper, lower, left, right edge."""
+    """Return a code for every position ``[n]``: 16 for each map before its own, plus 8, 4, 2, 1 at the upper, lower,
+    left, right edge."""
     found = []
     for number, (height, width) in enumerate(shapes):
         i, j = torch.arange(height, device=device)[:, None], torch.arange(width, device=device)
@@ -118,8 +119,8 @@ def kinds(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
 
 @constant
 def neighbours(shapes: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """For every kind of position the distances to its nine neighbours, among the positions, and whether these are on
-    the map, ``[kinds, 9]``. Those which are not have no distance."""
+    """Return how far the nine neighbours of every kind of position are from it, in positions, and whether they are on
+    the map; both ``[kinds, 9]``. The distance is 0 for those that are not."""
     down, right = torch.tensor([(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)], device=device).T
     edges = 8 * (down < 0) + 4 * (down > 0) + 2 * (right < 0) + (right > 0)
     within = (torch.arange(16, device=device)[:, None] & edges) == 0

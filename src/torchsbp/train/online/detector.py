@@ -1,4 +1,4 @@
-"""A frame encoder and a temporal model, trained together: every frame forward, a share of the frames backward."""
+"""A frame encoder and a temporal model, trained together: forward on every frame, backward on a share of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,10 +21,10 @@ from .lstr import LSTR
 
 @dataclass(frozen=True)
 class WorkFirst:
-    """Orders the last ``work`` frames of a window before the older ones, each part as a sampler of frames does.
+    """A sampler that keeps the last ``work`` frames of a window before older ones; ``sampler`` orders each part.
 
-    A work frame has a loss of its own, which reaches its features by residual paths; older frames share what passes
-    the few queries that the long memory is compressed to.
+    A work frame has a loss of its own, which reaches its features by residual paths. Older frames share the gradient
+    that passes through the few queries to which the long memory is compressed.
     """
 
     sampler: str | samplers.Sampler
@@ -41,7 +41,7 @@ class WorkFirst:
 
 
 class OnlineDetector(nn.Module):
-    """Frames to the logits of actions, without an ambiguous one."""
+    """Maps frames to logits of background and actions; no class is ambiguous."""
 
     def __init__(self, encoder: FrameEncoder, temporal: LSTR, config: Encoder) -> None:
         super().__init__()
@@ -50,17 +50,17 @@ class OnlineDetector(nn.Module):
         self.step = 0
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Both parts alone, for training: the encoder is called for chunks of frames, with gradients and without. In
-        evaluation videos are of any length."""
+        """Compile each part by itself, for training: the encoder is called on chunks of frames, with gradients and
+        without. Evaluation is not compiled, since videos are of any length."""
         for part in (self.encoder, self.temporal):
             part.compile(*args, **{"dynamic": False, **kwargs})
 
     def forward(self, frames: Tensor, empty: Tensor) -> Tensor:
-        """``frames [B, long + work, 3, H, W]`` of 8 bits, and which long ones are empty -> ``[B, work, classes]``."""
+        """Map 8-bit ``frames [B, long + work, 3, H, W]``, and which long ones are empty, to ``[B, work, classes]``."""
         return self.temporal(self.encode(frames), empty)
 
     def encode(self, video: Tensor) -> Tensor:
-        """Features ``[B, T, D]``, with gradients through those frames that the configuration says."""
+        """Return features ``[B, T, D]``, with gradients through the frames that the configuration selects."""
         if self.config.frozen or not torch.is_grad_enabled():
             return self.without_gradients(video)
         if self.sbp is None or not self.training:
@@ -92,7 +92,7 @@ class OnlineDetector(nn.Module):
         # "grid" is a pattern within frames: over time it would keep all of them.
         sampler = "frames" if config.sampler == "grid" else config.sampler
         per_sample = config.per_sample
-        if self.config.kept == "work":  # an order of two parts can't be turned: each clip has its own
+        if self.config.kept == "work":  # not "balanced": an order of two parts can't be read cyclically
             sampler, per_sample = WorkFirst(sampler, self.temporal.window.work), bool(per_sample)
         self.sbp = replace(config, sampler=sampler, per_sample=per_sample)
 

@@ -17,7 +17,7 @@ from ..runs.weights import check_fit, read_weights
 
 TORCHVISION = "torchvision/"
 OURS = "encoder.body."
-"""before the names of its weights in checkpoints of ours"""
+"""prefix of the encoder's weights in checkpoints of ours"""
 
 
 @dataclass
@@ -25,27 +25,27 @@ class Encoder:
     """Which model sees the frames, and how it is trained."""
 
     name: str = "resnet50"
-    """of timm; torchvision/NAME for torchvision's"""
+    """a model of timm, or torchvision/NAME for one of torchvision's"""
     options: dict[str, Any] = field(default_factory=dict)
-    """further arguments"""
+    """further arguments of the model"""
     pretrained: bool = False
-    """timm's published weights (needs the internet)"""
+    """begin from timm's published weights (needs the internet)"""
     weights: Path | None = None
-    """begin from these: of the same model, with or without its classifier, or a checkpoint of ours"""
+    """begin from this file: weights of the same model, with or without its classifier, or a checkpoint of ours"""
     frozen: bool = False
-    """not trained: the usual practice, a baseline"""
+    """don't train the encoder: the usual practice, for a baseline"""
     lr: float | None = field(default=None, metadata=NOT_NEGATIVE)
-    """its learning rate; optimizer.lr is that of the temporal model, and of both without this one"""
+    """the encoder's learning rate; if it is not set, optimizer.lr, which the temporal model always has"""
     warmup_epochs: float = field(default=0.0, metadata=NOT_NEGATIVE)
-    """over which its learning rate rises from 0"""
+    """epochs over which the encoder's learning rate rises from 0"""
     chunk: int = field(default=256, metadata=COUNT)
-    """frames that are encoded at a time where no gradients are needed, and of a checkpoint"""
+    """how many frames are encoded at a time where no gradients are needed, or with checkpoint"""
     checkpoint: bool = False
-    """keep no activations of frames but those of one chunk, and compute the others again in backward"""
+    """keep no activations for backward, but compute them again there, one chunk of frames at a time"""
     kept: Literal["window", "work"] = "window"
-    """sbp: which frames are sampled, all or first those of the work memory, where nearly all of the gradient is"""
+    """sbp: sample from all frames, or first from those of the work memory, where nearly all of the gradient is"""
     tokens: float | None = field(default=None, metadata=SHARE_ABOVE_0)
-    """sbp: the keep-ratio of tokens within kept frames; without it all of them are kept"""
+    """sbp: the keep-ratio of tokens within kept frames; if it is not set, all tokens are kept"""
 
     def __post_init__(self) -> None:
         useless = [name for name in ("checkpoint", "warmup_epochs", "tokens") if getattr(self, name)]
@@ -54,9 +54,9 @@ class Encoder:
 
 
 class FrameEncoder(nn.Module):
-    """Frames ``[n, 3, H, W]`` of 8 bits to features ``[n, D]``.
+    """Maps 8-bit frames ``[n, 3, H, W]`` to features ``[n, D]``.
 
-    Batch norms use the statistics they have and are not trained, since a batch of frames is no sample of images.
+    Batch norms use the statistics they have and are not trained, since frames of a batch are no independent images.
     """
 
     mean: Tensor
@@ -83,7 +83,7 @@ class FrameEncoder(nn.Module):
 
 
 def make_encoder(config: Encoder, size: int, mean: Sequence[float], std: Sequence[float], start: bool) -> FrameEncoder:
-    """``start``: with the weights that training begins from."""
+    """Make the encoder; with ``start``, load the weights that training begins from."""
     body, head = of_torchvision(config) if config.name.startswith(TORCHVISION) else of_timm(config, start)
     if config.weights is not None and start:
         found = {name.removeprefix(OURS): value for name, value in read_weights(config.weights).items()}
@@ -96,12 +96,12 @@ def make_encoder(config: Encoder, size: int, mean: Sequence[float], std: Sequenc
         )
         body.load_state_dict(fitting)
     encoder = FrameEncoder(body, mean, std, config.frozen)
-    width(encoder, size, config.name)  # whether frames of this size fit
+    width(encoder, size, config.name)  # raises if frames of this size don't fit
     return encoder
 
 
 def of_timm(config: Encoder, start: bool) -> tuple[nn.Module, Sequence[str]]:
-    """The model, and the names of the classifiers that it is without."""
+    """Return the model without its classifiers, and their names."""
     try:
         pretrained = config.pretrained and start
         body = timm.create_model(config.name, pretrained=pretrained, num_classes=0, **config.options)
@@ -127,12 +127,12 @@ def of_torchvision(config: Encoder) -> tuple[nn.Module, Sequence[str]]:
 
 @torch.no_grad()
 def width(encoder: FrameEncoder, size: int, name: str) -> int:
-    """Of its features, seen by encoding a black frame."""
+    """Return the width of the features, found by encoding a black frame."""
     device = encoder.mean.device
     try:
         with generators_kept():
             features = encoder.eval()(torch.zeros(1, 3, size, size, dtype=torch.uint8, device=device))
-    except Exception as error:  # models say it by assertions, or not at all
+    except Exception as error:  # an assertion of the model, or whatever a layer raises
         raise UsageError(
             f"task.data.size={size} does not fit task.encoder.name {name}: {error}. Set task.data.size to the model's, "
             f"or task.encoder.options.img_size={size} if it has that option"

@@ -1,4 +1,4 @@
-"""Every frame as the newest: scores of whole videos, per-frame mean average precision, and temporal detection."""
+"""Evaluation with every frame as the newest: scores of whole videos, per-frame mAP, and temporal detection."""
 
 from collections.abc import Sequence
 from html import escape
@@ -15,12 +15,12 @@ from .detector import OnlineDetector
 from .segments import detect, detection_map
 
 MOMENTS = 64
-"""that are looked at together"""
+"""how many are scored at a time"""
 
 
 @torch.no_grad()
 def score_video(model: OnlineDetector, frames: Tensor) -> Tensor:
-    """Probabilities ``[T, classes]`` of frames ``[T, 3, H, W]``, each from what comes before it."""
+    """Return probabilities ``[T, classes]`` of frames ``[T, 3, H, W]``, each from itself and what comes before it."""
     features = model.encode(frames[None])[0]
     newest = torch.arange(len(frames))
     return torch.cat([score_moments(model, features, part) for part in newest.split(MOMENTS)])
@@ -30,14 +30,14 @@ def score_moments(model: OnlineDetector, features: Tensor, newest: Tensor) -> Te
     device = features.device
     view = model.temporal.window.view(newest)
     seen = features[torch.cat((view.long, view.work), 1).to(device)]
-    logits = model.temporal.forward(seen, view.empty.to(device))  # not compiled: moments are of any number
+    logits = model.temporal.forward(seen, view.empty.to(device))  # not compiled: the number of moments varies
     return logits[torch.arange(len(newest)), view.slot].softmax(-1)
 
 
 def frame_precisions(scores: np.ndarray, targets: np.ndarray) -> dict[int, float]:
-    """Average precision, in percent, of each action that occurs: scores ``[n, classes]``, targets ``[n, classes + 1]``.
+    """Return the average precision, in percent, of every action that occurs.
 
-    Ambiguous frames are left out, and background is no action.
+    ``scores [n, classes]``, ``targets [n, classes + 1]``. Ambiguous frames are left out, and background is no action.
     """
     clear = targets[:, -1] == 0
     scores, targets = scores[clear], targets[clear]
@@ -46,7 +46,7 @@ def frame_precisions(scores: np.ndarray, targets: np.ndarray) -> dict[int, float
 
 
 class Precision(Evaluator):
-    """mAP over frames, and of segments at each tIoU."""
+    """mAP of frames, and of detected segments at each tIoU."""
 
     def __init__(self, videos: Videos) -> None:
         self.videos = videos

@@ -1,11 +1,12 @@
 """LSTR, the long short-term transformer (Xu et al., NeurIPS 2021), written from the paper's description.
 
     c = stage₂(Q₂, stage₁(Q₁, m_long + s_long))      learned queries compress the long memory, twice
-    y = classifier(decoder(m_work + s_work, c))      the work memory, causal, looks it up
+    y = classifier(decoder(m_work + s_work, c))      the work memory, causal, attends to what they hold
 
-m are frames' features, projected; s are sinusoids of a slot's place in the window. A stage is a stack of transformer
-decoder units: self-attention, cross-attention, feed-forward, each with a residual path and a norm behind it. Keys and
-values of m and of s are made apart (W(m + s) = Wm + Ws), so that those of a frame can be kept while it grows older.
+m are the projected features of frames; s are sinusoids of a slot's place in the window. A stage is a stack of
+transformer decoder units: self-attention, cross-attention, feed-forward, each with a residual path and then a norm.
+Keys and values of m and of s are computed apart (W(m + s) = Wm + Ws), so that those of a frame can be kept while it
+moves to older slots.
 """
 
 import math
@@ -33,7 +34,7 @@ class Temporal:
     """the width within feed-forward layers"""
     dropout: float = field(default=0.2, metadata=SHARE_BELOW_1)
     queries: tuple[int, int] = field(default=(16, 32), metadata=COUNT)
-    """that the long memory is compressed to, in either stage"""
+    """how many queries the long memory is compressed to, in the first and in the second stage"""
     units: tuple[int, int, int] = field(default=(1, 2, 2), metadata=COUNT)
     """decoder units of the first stage, the second stage, and the work memory"""
 
@@ -54,12 +55,12 @@ class Attention(nn.Module):
         self.kv = nn.Linear(sizes.width, 2 * sizes.width)
 
     def memory(self, m: Tensor) -> KeysValues:
-        """Keys and values ``[…, n, width]`` of memories that are in no slot."""
+        """Return keys and values ``[…, n, width]`` of m alone, without a slot."""
         k, v = self.kv(m).chunk(2, -1)
         return k, v
 
     def placed(self, memory: KeysValues, s: Tensor) -> KeysValues:
-        """The same in the slots ``s [n, width]``."""
+        """Return these keys and values with the share of slots ``s [n, width]`` added."""
         k, v = F.linear(s, self.kv.weight).chunk(2, -1)
         return memory[0] + k, memory[1] + v
 
@@ -87,7 +88,7 @@ class Unit(nn.Module):
 
 
 class LSTR(nn.Module):
-    """Features of a window's frames to logits of its work frames."""
+    """Maps features of a window's frames to logits of its work frames."""
 
     slots: Tensor
 
@@ -103,13 +104,13 @@ class LSTR(nn.Module):
         self.register_buffer("slots", sinusoids(window.long + window.work, sizes.width), persistent=False)
 
     def forward(self, features: Tensor, empty: Tensor) -> Tensor:
-        """``features [B, long + work, …]`` and ``empty [B, long]``, as in ``View`` -> logits ``[B, work, classes]``."""
+        """Map ``features [B, long + work, …]`` and ``empty [B, long]``, as in ``View``, to ``[B, work, classes]``."""
         long, work = self.project(features).split((self.window.long, self.window.work), 1)
         memories = [unit.cross.memory(long) for unit in self.units(self.first)]
         return self.decode(work, self.compress(memories, empty))
 
     def compress(self, memories: Sequence[KeysValues], empty: Tensor) -> Tensor:
-        """The long memory, by its keys and values for each unit of the first stage -> ``[B, queries, width]``."""
+        """Compress the long memory, given as keys and values for each unit of stage 1, to ``[B, queries, width]``."""
         samples, slots = empty.shape[0], self.slots[: self.window.long]
         allowed = ~empty[:, None, None, :]
         x = self.queries[0].expand(samples, -1, -1)
@@ -121,7 +122,7 @@ class LSTR(nn.Module):
         return c
 
     def decode(self, work: Tensor, compressed: Tensor) -> Tensor:
-        """Projected work frames ``[B, n, width]``, those of the first n slots -> logits ``[B, n, classes]``."""
+        """Map projected work frames ``[B, n, width]``, those of the first n slots, to logits ``[B, n, classes]``."""
         x = work + self.slots[self.window.long :][: work.shape[1]]
         for unit in self.units(self.decoder):
             x = unit(x, unit.cross.memory(compressed), causal=True)
@@ -133,7 +134,7 @@ class LSTR(nn.Module):
 
 
 def sinusoids(slots: int, width: int) -> Tensor:
-    """``[slots, width]``: sines and cosines of wave lengths from 2π to 10000 · 2π."""
+    """Return ``[slots, width]``: sines and cosines of wave lengths from 2π to 10000 · 2π."""
     rates = torch.exp(-math.log(10000) / width * torch.arange(0, width, 2))
     angles = torch.arange(slots)[:, None] * rates
     return torch.stack((angles.sin(), angles.cos()), -1).flatten(1)

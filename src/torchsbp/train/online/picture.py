@@ -9,13 +9,13 @@ from ..data.videos import Video
 from .segments import Found
 
 ACTIONS, PEAKS = 6, 6
-"""that are drawn at most"""
+"""how many are drawn at most"""
 LEAST = 0.1
-"""score of an action that is drawn"""
+"""the least score of an action that is drawn"""
 
 
 def peaks(scores: np.ndarray, labels: Sequence[int], apart: int) -> list[tuple[int, int]]:
-    """(moment, label): where actions score best, the best ones, no two of them close; in the order of time."""
+    """Return (moment, label) of the best scores, ``apart`` moments or more from each other, in the order of time."""
     found: list[tuple[int, int]] = []
     order = np.argsort(-scores[:, labels].ravel(), kind="stable")
     for moment, column in zip(*np.unravel_index(order, (len(scores), len(labels))), strict=True):
@@ -35,7 +35,7 @@ def draw(
     segments: Sequence[Found],
     video: Video,
 ) -> None:
-    """``scores [moments, classes]`` at these times of the video."""
+    """Draw ``scores [moments, classes]`` at ``times`` of the video, and save the picture at ``path``."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -8,14 +8,14 @@ import numpy as np
 from ..data.actions import Segment
 
 THRESHOLDS = tuple(round(0.1 * i, 1) for i in range(1, 10))
-"""of scores: a stretch above each is a proposal"""
+"""of scores: every stretch above one of these is a proposal"""
 OVERLAPS = (0.3, 0.4, 0.5, 0.6, 0.7)
 """tIoU from which a detection is right"""
 SIGMA = 0.5
 MOST = 200
-"""detections of a video"""
+"""the most detections of a video"""
 SAME = 1e-3
-"""seconds: annotations that differ by no more are one"""
+"""in seconds: annotations that differ by no more count as one"""
 
 
 class Found(NamedTuple):
@@ -28,7 +28,7 @@ class Found(NamedTuple):
 
 
 def detect(scores: np.ndarray, fps: float) -> list[Found]:
-    """Segments of scores ``[frames, classes]``, background first; the best ones first."""
+    """Return the segments found in ``scores [frames, classes]``, whose first class is background; the best first."""
     found = [
         segment for label in range(1, scores.shape[1]) for segment in soft_nms(proposals(scores[:, label], label, fps))
     ]
@@ -36,7 +36,7 @@ def detect(scores: np.ndarray, fps: float) -> list[Found]:
 
 
 def proposals(scores: np.ndarray, label: int, fps: float) -> list[Found]:
-    """Every stretch of scores above one of the thresholds, once, if it stands out from what is around it."""
+    """Return every stretch of scores above one of the thresholds, once, if it stands out from what is around it."""
     stretches: set[tuple[int, int]] = set()
     for threshold in THRESHOLDS:
         above = np.concatenate(([False], scores > threshold, [False]))
@@ -47,15 +47,15 @@ def proposals(scores: np.ndarray, label: int, fps: float) -> list[Found]:
 
 
 def contrast(scores: np.ndarray, begin: int, end: int) -> float:
-    """The mean within a stretch, less that of a quarter of its length on either side: a part of an action, however
-    sure, does not stand out."""
+    """Return the mean score within a stretch, less that of a quarter of its length on either side. So a part of an
+    action, however sure, does not stand out."""
     margin = max(1, (end - begin) // 4)
     around = np.concatenate((scores[max(0, begin - margin) : begin], scores[end : end + margin]))
     return float(scores[begin:end].mean() - (around.mean() if len(around) else 0.0))
 
 
 def soft_nms(found: Sequence[Found]) -> list[Found]:
-    """The best first; what overlaps with it loses score by exp(−tIoU² / σ)."""
+    """Return the segments, best first; each multiplies the scores of those after it by exp(−tIoU² / σ)."""
     segments = np.array([(its.start, its.end) for its in found]).reshape(-1, 2)
     scores = np.array([its.score for its in found])
     left, kept = np.ones(len(found), bool), []
@@ -68,7 +68,7 @@ def soft_nms(found: Sequence[Found]) -> list[Found]:
 
 
 def tiou(one: np.ndarray, many: np.ndarray) -> np.ndarray:
-    """Intersection over union of a segment ``[2]`` with others ``[n, 2]``."""
+    """Return the intersection over union of a segment ``[2]`` with others ``[n, 2]``."""
     common = (np.minimum(one[1], many[:, 1]) - np.maximum(one[0], many[:, 0])).clip(min=0)
     union = (one[1] - one[0]) + (many[:, 1] - many[:, 0]) - common
     return common / np.maximum(union, np.finfo(float).tiny)
@@ -80,9 +80,9 @@ def detection_map(
     labels: Sequence[int],
     overlaps: Sequence[float] = OVERLAPS,
 ) -> dict[float, float]:
-    """Mean over classes of the interpolated average precision, in percent, for each tIoU; by the videos' names.
+    """Return the mean over classes of the interpolated average precision, in percent, for each tIoU.
 
-    Classes that are annotated nowhere don't count; if all are such, it is 0.
+    ``found`` and ``truth`` are by video. Classes without annotations don't count; if all are such, it is 0.
     """
     annotated = {video: distinct(segments) for video, segments in truth.items()}
     precisions = [
@@ -99,7 +99,7 @@ def detection_map(
 
 
 def distinct(segments: Sequence[Segment]) -> list[Segment]:
-    """Without those that repeat an earlier one."""
+    """Return the segments that don't repeat an earlier one."""
     kept: list[Segment] = []
     for its in segments:
         if not any(
@@ -113,8 +113,8 @@ def distinct(segments: Sequence[Segment]) -> list[Segment]:
 def average_precisions(
     found: Sequence[tuple[str, Found]], truth: Mapping[str, Sequence[Segment]], overlaps: Sequence[float]
 ) -> list[float]:
-    """Of one class, for each tIoU. The best detection takes the annotation that it overlaps most, if that is free;
-    else the next of those it overlaps enough."""
+    """Return the average precision of one class for each tIoU. Detections, best first, take the annotation that each
+    overlaps most, of those that are free and overlapped enough."""
     places = {video: np.array([(its.start, its.end) for its in each]).reshape(-1, 2) for video, each in truth.items()}
     total = sum(map(len, truth.values()))
     right = np.zeros((len(overlaps), len(found)), bool)
@@ -134,7 +134,7 @@ def average_precisions(
 
 
 def interpolated(right: np.ndarray, total: int) -> float:
-    """The area under the precision that is reached at a recall or beyond."""
+    """Return the area under the best precision that is reached at each recall or beyond."""
     hits = right.cumsum()
     recall = np.concatenate(([0.0], hits / total, [1.0]))
     precision = np.concatenate(([0.0], hits / np.arange(1, len(right) + 1), [0.0]))

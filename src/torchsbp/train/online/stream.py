@@ -1,4 +1,4 @@
-"""Online inference: frame by frame, with a state that holds of every frame what later moments need of it."""
+"""Online inference, frame by frame; a state holds what later moments need of past frames."""
 
 import torch
 from torch import Tensor
@@ -9,20 +9,20 @@ from .detector import OnlineDetector
 class Stream:
     """One video as it comes.
 
-    Every frame is encoded and projected once, and its keys and values for the long memory are made once; they are kept
-    until the frame is too old. Left to do at each moment: to compress these, and to decode the work memory, whose slots
-    change from frame to frame.
+    Every frame is encoded and projected once, and its keys and values for the long memory are computed once; they are
+    kept until the frame is too old. What remains to be done at each moment is to compress these, and to decode the work
+    memory, whose slots change from frame to frame.
     """
 
     def __init__(self, model: OnlineDetector) -> None:
         self.model, self.window = model.eval(), model.temporal.window
         self.seen = 0
         self.held: list[Tensor] = []
-        """projected frames, then keys and values for each unit of the first stage; frame i is at i mod their length"""
+        """projected frames, then keys and values for each unit of stage 1: ring buffers, frame i at i mod length"""
 
     @torch.no_grad()
     def step(self, frame: Tensor) -> Tensor:
-        """The newest frame ``[3, H, W]`` of 8 bits -> probabilities ``[classes]`` of what is going on in it."""
+        """Map the newest 8-bit frame ``[3, H, W]`` to probabilities ``[classes]`` of what is going on in it."""
         temporal, window = self.model.temporal, self.window
         projected = temporal.project(self.model.encoder.forward(frame[None]))
         keys_values = [part for unit in temporal.units(temporal.first) for part in unit.cross.memory(projected)]

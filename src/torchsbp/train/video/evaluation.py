@@ -1,4 +1,4 @@
-"""How often a classifier of clips is right, over several views of each video: for each head, and in all of them."""
+"""How often a classifier of clips is right, over several views of each video: in each head, and in all of them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -13,13 +13,13 @@ from ..record import Metric
 from ..task import Evaluator
 
 Batch = tuple[Tensor, Tensor, Sequence[Note]]
-"""clips, labels [B, heads], and what is to be said about their videos"""
+"""clips, labels ``[B, heads]``, and notes about their videos"""
 SHOWN = 10
 TITLES = {UNREAD: "Videos that can't be read", SHORT: "Videos shorter than a clip"}
 
 
 def metrics(heads: Sequence[str], classes: Sequence[int]) -> tuple[Metric, ...]:
-    """Of one head, top-1 and top-5; of several, those of each, and how often all are right."""
+    """Return the metrics: loss, top-1 and top-5 of each head, how often several are all right, and counts of notes."""
     found = [Metric("loss", "validation loss", format=".3f", higher=False, column=False)]
     if len(heads) > 1:
         found.append(Metric("top1", "top-1 of both", "%", chart="Validation accuracy"))
@@ -35,7 +35,7 @@ def metrics(heads: Sequence[str], classes: Sequence[int]) -> tuple[Metric, ...]:
 
 
 class Views(Evaluator):
-    """Probabilities are averaged over the views of a video. ``picture`` draws the first clip for the report."""
+    """Accuracy of probabilities averaged over the views of a video. ``picture`` draws the first clip for the report."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class Views(Evaluator):
         notes: Mapping[str, set[str]],
         picture: Callable[[Tensor], bytes],
     ) -> None:
-        """``notes``: those of training."""
+        """``notes`` are those of training, by kind; those of evaluation are added."""
         self.heads, self.picture = heads, picture
         self.accuracies = [Accuracy(device, len(its), its) for its in names]
-        self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # right in every head, videos
+        self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # videos right in every head, all videos
         self.notes = {kind: set(notes.get(kind, ())) for kind in TITLES}
         self.first: Tensor | None = None
 
@@ -96,12 +96,12 @@ class Views(Evaluator):
 
 
 def probabilities(model: nn.Module, clips: Tensor, classes: Sequence[int]) -> list[Tensor]:
-    """``[B, classes]`` of each head; views ``[B, V, 3, T, H, W]`` are seen one after the other."""
+    """Return ``[B, classes]`` of each head; the model sees views ``[B, V, 3, T, H, W]`` one after the other."""
     views = [model(view).float().split(list(classes), 1) for view in clips.unbind(1)]
     return [torch.stack([its.softmax(1) for its in head]).mean(0) for head in zip(*views, strict=True)]
 
 
 def listed(notes: set[str]) -> str:
-    """How many, and the first of them."""
+    """Return HTML: how many notes there are, and the first of them."""
     shown = "".join(f"<li>{escape(text)}</li>" for text in sorted(notes)[:SHOWN])
     return f"<p>{len(notes)}{f', the first {SHOWN} of them' if len(notes) > SHOWN else ''}:</p><ul>{shown}</ul>"

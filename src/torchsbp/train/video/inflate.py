@@ -1,5 +1,5 @@
-"""Video Swin from weights of a Swin of images, as its authors begin: each frame of a patch has the image's kernel over
-their number, each distance in time has the image's position biases."""
+"""Video Swin from weights of a Swin of images, as its authors begin: each frame of a patch gets the image's kernel
+divided by the number of frames, each distance in time gets the image's position biases."""
 
 import re
 
@@ -11,7 +11,7 @@ TABLE, INDEX = "relative_position_bias_table", "relative_position_index"
 
 
 def inflated(weights: dict[str, Tensor], model: SwinTransformer3d) -> dict[str, Tensor]:
-    """Those of torchvision's Swin or of timm's; as they are, if they are not of images."""
+    """Return weights of torchvision's or timm's Swin of images for the video model; other weights as they are."""
     if "layers.0.blocks.0.norm1.weight" in weights:
         names = {name: of_timm(name) for name in weights}
     elif "features.0.0.weight" in weights and weights["features.0.0.weight"].dim() == 4:
@@ -24,7 +24,7 @@ def inflated(weights: dict[str, Tensor], model: SwinTransformer3d) -> dict[str, 
 
 
 def of_torchvision(name: str) -> str:
-    """In the model of videos, whose stages are counted from 0: the patches are not among them."""
+    """Return a weight's name in the video model, which does not count the patch embedding among its ``features``."""
     for before, now in PATCH.items():
         if name.startswith(before):
             return now + name.removeprefix(before)
@@ -35,7 +35,7 @@ def of_torchvision(name: str) -> str:
 
 
 def of_timm(name: str) -> str:
-    """There a stage begins with its down-sampling; in torchvision that is between the stages."""
+    """Return a weight's name in the video model. timm's stages begin with down-sampling; here it is between stages."""
     part = re.match(r"layers\.(\d+)\.(blocks|downsample)\.", name)
     if part:
         number = 2 * int(part[1]) - (part[2] == "downsample")

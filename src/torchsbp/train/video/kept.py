@@ -9,8 +9,8 @@ from .model import Classifier, Frames
 
 
 def kept_cells(model: Classifier, frames: int) -> Tensor | None:
-    """``[T', H', W']``, 1 where it was kept; None if nothing has been sampled yet, or what is kept is not held. Of
-    blocks, the first one's."""
+    """Return ``[T', H', W']``, 1 where a frame or, in the first sampled block, a position was kept. None if nothing has
+    been sampled yet, or if positions are chosen in backward, which does not hold them."""
     body = model.body
     if isinstance(body, Frames) and body.sampling is not None:
         return kept_frames(body, frames)[:, None, None]
@@ -18,7 +18,7 @@ def kept_cells(model: Classifier, frames: int) -> Tensor | None:
 
 
 def kept_frames(body: Frames, frames: int) -> Tensor:
-    """Those that gradients reach; every clip of a batch is sampled as if it were alone."""
+    """Return 1 for frames that gradients reach. A clip alone is sampled like the first of a batch."""
     assert body.sampling is not None
     clip = torch.zeros(1, frames, 1, requires_grad=True)
     with torch.enable_grad():
@@ -28,7 +28,7 @@ def kept_frames(body: Frames, frames: int) -> Tensor:
 
 
 def kept_positions(body: nn.Module, frames: int) -> Tensor | None:
-    """Of a grid over space and time, or of a grid of every frame."""
+    """Return 1 at kept positions, of one grid over time and space or of a grid for every frame."""
     entry, module = next(patched_entries(body))
     masks, drawn = entry.masks, entry.masks.drawn
     if drawn is None or drawn.sites[0].marks is not None:

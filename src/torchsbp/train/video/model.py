@@ -1,4 +1,4 @@
-"""Classifiers of clips: a body of torchvision, transformers or timm, whose features one linear layer reads."""
+"""Classifiers of clips: a body of torchvision, transformers or timm, and one linear layer on its features."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ SWIN = {
     "swin3d_s": {"embed_dim": 96, "depths": [2, 2, 18, 2], "num_heads": [3, 6, 12, 24]},
     "swin3d_b": {"embed_dim": 128, "depths": [2, 2, 18, 2], "num_heads": [4, 8, 16, 32]},
 }
-"""torchvision's Video Swins: what their functions pass on, of which they let nothing be changed"""
+"""arguments of torchvision's Video Swins, whose own functions don't let them be changed"""
 WINDOWS = {"patch_size": [2, 4, 4], "window_size": [8, 7, 7]}
 
 
@@ -37,24 +37,24 @@ class Model:
 
     name: str = "swin3d_t"
     """swin3d_t, swin3d_s or swin3d_b of torchvision; transformers/CLASS such as VideoMAEForVideoClassification; or an
-    image model of timm, which sees frame by frame"""
+    image model of timm, which sees one frame at a time"""
     options: dict[str, Any] = field(default_factory=dict)
-    """further arguments, or of transformers fields of its configuration"""
+    """further arguments of the model; for transformers, fields of its configuration"""
     drop_path: float = field(default=0.0, metadata=SHARE_BELOW_1)
-    """stochastic depth"""
+    """rate of stochastic depth"""
     dropout: float = field(default=0.0, metadata=SHARE_BELOW_1)
-    """before the classifier, and within layers over time"""
+    """dropout before the classifier and within time_layers"""
     lr: float = field(default=1.0, metadata=NOT_NEGATIVE)
-    """of the model without classifier and layers over time, as a share of optimizer.lr"""
+    """learning rate of all but the classifier and time_layers, as a share of optimizer.lr"""
     weights: Path | None = None
-    """begin from these: a checkpoint of ours, a state dict of the same model, or, for swin3d_*, of torchvision's or
-    timm's Swin of images, which is inflated"""
+    """begin from this file: a checkpoint of ours, a state dict of the same model or, for swin3d_*, one of torchvision's
+    or timm's Swin of images, which is inflated"""
     new_head: bool = False
-    """leave the classifier out of weights, for other classes; of transformers, weights may be of pre-training"""
+    """don't take the classifier from weights, for other classes; those of transformers may then be of pre-training"""
     chunk: int = field(default=64, metadata=COUNT)
-    """of timm: frames that are seen at a time where no gradients are needed, in evaluation too"""
+    """timm: how many frames are run at a time where no gradients are needed, in evaluation too"""
     time_layers: int = field(default=0, metadata=NOT_NEGATIVE)
-    """of timm: transformer layers over the features of frames, which see their order; without, their mean is taken"""
+    """timm: number of transformer layers over features of frames, which see their order; 0 takes the features' mean"""
 
 
 def is_video(name: str) -> bool:
@@ -63,7 +63,7 @@ def is_video(name: str) -> bool:
 
 
 class Classifier(nn.Module):
-    """Clips ``[B, 3, T, H, W]`` to logits ``[B, classes]``, those of several heads side by side."""
+    """Maps clips ``[B, 3, T, H, W]`` to logits ``[B, classes]``, those of several heads side by side."""
 
     def __init__(self, body: nn.Module, pool: nn.Module, width: int, classes: int, dropout: float) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Classifier(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """All of it; if the body sees single frames, that alone."""
+        """Compile the whole model or, if the body sees single frames, the body alone."""
         (self.body.compile if isinstance(self.body, Frames) else super().compile)(*args, **kwargs)
 
     def forward(self, clips: Tensor) -> Tensor:
@@ -81,17 +81,17 @@ class Classifier(nn.Module):
 
 
 class Frames(nn.Module):
-    """An image model's features of every frame, ``[B, T, D]``."""
+    """An image model on every frame: features ``[B, T, D]``."""
 
     def __init__(self, encoder: nn.Module, chunk: int) -> None:
         super().__init__()
         self.encoder, self.chunk = encoder, chunk
         self.sampling: SBPConfig | None = None
-        """of whole frames"""
+        """how whole frames are sampled"""
         self.step = 0
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """The encoder alone: it is called for chunks of frames, by a mask that is another one in every step."""
+        """Compile the encoder alone: it is called on chunks of frames, by a mask that differs from step to step."""
         self.encoder.compile(*args, **{"dynamic": False, **kwargs})
 
     def forward(self, clips: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class Frames(nn.Module):
             return sampled_frames(self.encoder, video, self.sampling, self.step, self.chunk)
         encode = self.encoder if self.training else self.encoder.forward  # not compiled: any number of frames
         frames = video.flatten(0, 1)
-        at_once = torch.is_grad_enabled() or torch.compiler.is_exporting()  # where any number of clips is one graph
+        at_once = torch.is_grad_enabled() or torch.compiler.is_exporting()  # one graph for any number of clips
         found = encode(frames) if at_once else in_chunks(encode, frames, self.chunk)
         return found.unflatten(0, video.shape[:2])
 
@@ -122,7 +122,7 @@ class Transformer(nn.Module):
 
 
 def make_model(config: Model, frames: int, size: int, classes: int, start: bool) -> Classifier:
-    """For clips of that size; ``start``: with the weights that training begins from."""
+    """Make a classifier for clips of that size; with ``start``, load the weights that training begins from."""
     try:
         body, head = make_body(config, frames, size)
     except UsageError:
@@ -142,7 +142,7 @@ def make_model(config: Model, frames: int, size: int, classes: int, start: bool)
 
 
 def make_body(config: Model, frames: int, size: int) -> tuple[nn.Module, str]:
-    """The model without its classifier, and the classifier's name."""
+    """Return the model without its classifier, and the classifier's name."""
     if config.name in SWIN:
         options = {**WINDOWS, **SWIN[config.name], "stochastic_depth_prob": config.drop_path, **config.options}
         swin = SwinTransformer3d(**options)
@@ -174,7 +174,7 @@ def of_transformers(config: Model, frames: int, size: int) -> nn.Module:
     kind: Any = getattr(transformers, name)
     fields = kind.config_class()
     unknown = [its for its in config.options if not (hasattr(fields, its) or hasattr(fields, f"_{its}"))]
-    if unknown:  # transformers takes any
+    if unknown:  # transformers accepts any name
         raise UsageError(f"task.model.options: {type(fields).__name__} of transformers has no {', '.join(unknown)}")
     return kind._from_config(
         kind.config_class(**{**{its: value for its, value in clip.items() if hasattr(fields, its)}, **config.options})
@@ -183,11 +183,11 @@ def of_transformers(config: Model, frames: int, size: int) -> nn.Module:
 
 @torch.no_grad()
 def width(body: nn.Module, frames: int, size: int, name: str) -> int:
-    """Of its features, seen by a black clip."""
+    """Return the width of the features, found with a black clip."""
     try:
         with generators_kept():
             features = body.eval()(torch.zeros(1, 3, frames, size, size))
-    except Exception as error:  # models say it by assertions, or not at all
+    except Exception as error:  # an assertion of the model, or whatever a layer raises
         raise UsageError(
             f"clips of task.data.frames={frames} and task.data.size={size} do not fit task.model.name {name}: {error}. "
             "Set them to the model's, or its own sizes in task.model.options"
@@ -202,7 +202,7 @@ def width(body: nn.Module, frames: int, size: int, name: str) -> int:
 
 
 def load(model: Classifier, config: Model, head: str) -> None:
-    """Every weight must be there and fit, but for the classifier's if it is new."""
+    """Load weights, which must all be there and fit, except for those of a new classifier."""
     assert config.weights is not None
     found, own = read_weights(config.weights), model.state_dict()
     if not any(name.startswith("body.") for name in found):
@@ -222,12 +222,12 @@ def load(model: Classifier, config: Model, head: str) -> None:
 
 
 def renamed(name: str, head: str, inner: str) -> str:
-    """A weight of a library's model, as it is called here."""
+    """Return the name in ``Classifier`` of a weight of a library's model."""
     return f"head.{name.removeprefix(f'{head}.')}" if name.startswith(f"{head}.") else inner + name
 
 
 def groups(model: Classifier, lr: float, share: float) -> list[dict[str, Any]]:
-    """Parameters of the body and of what reads it, each with its rate; vectors and position biases don't decay."""
+    """Return groups of the body, at ``share`` of the rate, pool and head; vectors and position biases don't decay."""
     found: list[dict[str, Any]] = []
     for part, rate in ((model.body, lr * share), (model.pool, lr), (model.head, lr)):
         trained = [(name, its) for name, its in part.named_parameters() if its.requires_grad]

@@ -1,4 +1,4 @@
-"""Frames of a clip side by side; below each, in colour, what of it the backward pass keeps."""
+"""Frames of a clip side by side; below each the same frame, dark where the backward pass drops it."""
 
 import io
 
@@ -12,7 +12,7 @@ DIM = 0.15
 
 
 def strip(clip: Tensor, kept: Tensor | None = None) -> bytes:
-    """A PNG of a clip ``[3, T, H, W]`` in [0, 1]; ``kept`` is 1 at kept cells of any grid ``[T', H', W']`` over it."""
+    """Return a PNG of a clip ``[3, T, H, W]`` in [0, 1]; ``kept`` is 1 at kept cells of any grid ``[T', H', W']``."""
     frames = clip.detach().float().cpu().clamp(0, 1)
     rows = [frames]
     if kept is not None:

@@ -1,18 +1,18 @@
-"""Features of frames ``[B, T, D]`` to one of the clip: their mean, or what layers over time make of them."""
+"""From features of frames ``[B, T, D]`` to those of the clip: by their mean, or by layers over time."""
 
 import torch
 from torch import Tensor, nn
 
 
 class Mean(nn.Module):
-    """Over frames, whatever their order."""
+    """The mean over frames, whatever their order."""
 
     def forward(self, features: Tensor) -> Tensor:
         return features.mean(1)
 
 
 class Time(nn.Module):
-    """Transformer layers over frames and their places; with an image model a factorised encoder (ViViT, model 2)."""
+    """Transformer layers over frames with learned places; on an image model, ViViT's factorised encoder (model 2)."""
 
     WIDTH, HEADS = 256, 4
 

@@ -1,4 +1,4 @@
-"""What a trained classifier of clips says of video files: the most likely class of each head, over several views."""
+"""Predictions of a trained classifier for video files: the most likely classes of each head, over several views."""
 
 import io
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from .picture import strip
 from .views import EvalViews
 
 CLASS = "class"
-"""what the head of a model with one head is called"""
+"""name of the head of a model with one head"""
 
 
 class Actions(Predictor):
-    """For a ``Video`` task: its classes, its views of a video."""
+    """Predicts with the classes of a ``Video`` task, on its views of a video."""
 
     suffixes = (*FILES, ".npy")
 
@@ -39,7 +39,7 @@ class Actions(Predictor):
         )
 
     def read(self, path: Path) -> Tensor:
-        """``[views, 3, T, size, size]``."""
+        """Return ``[views, 3, T, size, size]``."""
         with open_video(path) as video:
             return self.views.of(video.read(self.sampling.evenly(len(video), self.clips)))
 
@@ -61,5 +61,5 @@ class Actions(Predictor):
         return Prediction([row], record.get(CLASS, record), caption)
 
     def picture(self, path: Path, prediction: Prediction) -> Image.Image:
-        """Frames of its first view."""
+        """Return frames of the video's first view, side by side."""
         return Image.open(io.BytesIO(strip(self.read(path)[0] / 255)))

@@ -1,4 +1,4 @@
-"""Weights in files of transformers, by the names that its models have now: its own reader knows the older ones."""
+"""Renames weights in files of transformers as its models call them now; its own reader knows the older names."""
 
 import copy
 from collections.abc import Iterator
@@ -10,10 +10,11 @@ from torch import Tensor
 
 
 def named_now(model: Any, found: dict[str, Tensor], new_head: bool) -> dict[str, Tensor]:
-    """``model``: a video classifier without its last layer.
+    """Return the weights in ``found`` by their current names; ``model`` is a video classifier without its last layer.
 
     With a new head a file may be of another task, such as pre-training: what that alone has is left out, and what it
-    lacks between the backbone and the head (a norm, a pooler) begins as it is in ``model``.
+    lacks between the backbone and the head (a norm, a pooler) begins as it is in ``model``. A weight that does not fit
+    comes as a tensor without data (device "meta"), for the caller's check.
     """
     config = copy.deepcopy(model.config)
     if "classifier.weight" in found:
@@ -33,7 +34,7 @@ def named_now(model: Any, found: dict[str, Tensor], new_head: bool) -> dict[str,
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What does not fit is told by whoever reads the names."""
+    """Silence transformers: the caller reports what does not fit."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""What a model sees of a clip: augmented, the same way in all frames, or several crops of it."""
+"""What a model sees of a clip: in training an augmented one, in evaluation several crops."""
 
 from dataclasses import dataclass, field
 
@@ -12,18 +12,18 @@ from ..ranges import NOT_NEGATIVE, SHARE, SHARE_ABOVE_0, SHARE_BELOW_1, ranged, 
 
 @dataclass
 class Augment:
-    """The same for all frames of a clip."""
+    """Augmentation, the same for all frames of a clip."""
 
     scale: tuple[float, float] = field(default=(0.08, 1.0), metadata=SHARE_ABOVE_0)
     """the least and the largest share of the frame that is cropped"""
     hflip: float = field(default=0.5, metadata=SHARE)
-    """not where left and right are different classes"""
+    """probability of a flip; set it to 0 where left and right are different classes"""
     rand_augment: int = field(default=0, metadata=ranged(0, 30))
     """magnitude of torchvision's RandAugment; 0: none"""
     color_jitter: float = field(default=0.0, metadata=NOT_NEGATIVE)
-    """of brightness, contrast and saturation"""
+    """strength, of brightness, contrast and saturation"""
     smoothing: float = field(default=0.0, metadata=SHARE_BELOW_1)
-    """of labels"""
+    """label smoothing"""
 
     def __post_init__(self) -> None:
         if self.scale[0] > self.scale[1]:
@@ -31,7 +31,7 @@ class Augment:
 
 
 class TrainView:
-    """Frames ``[T, height, width, 3]`` of 8 bits to ``[3, T, size, size]``."""
+    """Maps 8-bit frames ``[T, height, width, 3]`` to ``[3, T, size, size]``."""
 
     def __init__(self, augment: Augment, size: int) -> None:
         jitter = augment.color_jitter
@@ -50,7 +50,7 @@ class TrainView:
 
 
 class EvalViews:
-    """Frames ``[clips · T, height, width, 3]`` to ``[clips · crops, 3, T, size, size]``.
+    """Maps frames ``[clips · T, height, width, 3]`` to ``[clips · crops, 3, T, size, size]``.
 
     The shorter side is resized to ``side`` pixels. One crop is the centre; several are spread over the longer side.
     """
