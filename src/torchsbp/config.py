@@ -22,9 +22,10 @@ Blocks = None | float | Sequence[int] | Sequence[str] | Callable[[str, nn.Module
 
 @dataclass(frozen=True)
 class SBPConfig:
-    """The options of stochastic backpropagation, immutable; what is not allowed is refused when it is made.
+    """The options of stochastic backpropagation: what is sampled, how, and what is saved for backward.
 
-    Options may be "auto", which is resolved from the others when the configuration is made.
+    A configuration is immutable. It is checked when it is made, and "auto" is then replaced by what suits the other
+    options; the value stays if ``dataclasses.replace`` changes another option later.
 
     - ``keep_ratio``: share of positions that get gradients, in (0, 1]. With 1 nothing is sampled: gradients are exact,
       in less memory. A number, a pair (first, last sampled block; linear between), a list with one ratio per sampled

@@ -127,7 +127,7 @@ def set_step(model: nn.Module, step: int) -> None:
 
 
 def set_sizes(model: nn.Module, sizes: Sequence[Sequence[int]] | Tensor, padded: Sequence[int]) -> None:
-    """Say how large the images of a padded batch are, so that kept positions of its training forward are not padding.
+    """Say how large the images of a padded batch are: kept positions are then taken from images before padding.
 
     Call it before each forward on such a batch. ``sizes`` are (height, width) of every image, which lies in the upper
     left corner; ``padded`` is (height, width) of the batch. The number of kept positions is the keep-ratio's share of

@@ -49,10 +49,10 @@ def check(model: nn.Module, *inputs: Any) -> Check:
 
         assert torchsbp.check(model, images).passed
 
-    ``inputs`` are what the model is called with; it must be in training mode, with attention="query" and scale "none"
-    or "rows". The step runs on copies in float64, and the model is not changed. The definition is an unpatched twin
-    with gates: the gradient at the output of a sampled block goes through the block where positions are kept, and past
-    it, along the residual path, where they are dropped. With scale="rows" what the block adds to the residual path is
+    The model is called as ``model(*inputs)``. It must be in training mode, with attention="query" and scale "none" or
+    "rows". The step runs on copies in float64, and the model is not changed. The definition is an unpatched twin with
+    gates: the gradient at the output of a sampled block goes through the block where positions are kept, and past it,
+    along the residual path, where they are dropped. With scale="rows" what the block adds to the residual path is
     weighted where it is kept.
     """
     for entry, module in patched_entries(model):

@@ -1,4 +1,4 @@
-"""Where images end in padded batches. Padding comes last in an order, so none is kept while the image has positions left.
+"""Where images end in padded batches. Padding comes last in an order: none is kept while there is image left.
 
 An image of size (h, w) lies in the upper left corner of a batch padded to (H, W). Position i of g along the height
 belongs to the image if it sees a pixel of it, i·H < h·g, and likewise along the width. In grids of videos, frames are

@@ -97,7 +97,7 @@ class Captured(NamedTuple):
 
 
 class Captures:
-    """Graphs, by what they depend on. The first time, masks are drawn without one; the second time, drawing is captured.
+    """Graphs, by what they depend on. The first time, masks are drawn without one; the second time, this is captured.
     A copy of a model begins without graphs. ``pack`` says how the results of a graph are held and copied."""
 
     def __init__(self, pack: Pack = pack) -> None:

@@ -70,7 +70,7 @@ class Partition:
         return places + (beyond.flatten().cumsum(0).view_as(places) - 1) * beyond
 
     def regions(self, device: torch.device) -> Tensor | None:
-        """Return numbers of the slots, ``[windows, area]``: they differ where rolling made opposite edges neighbours."""
+        """Return numbers of the slots, ``[windows, area]``, unequal where rolling made opposite edges neighbours."""
         if not any(self.shift):
             return None
         padded = tuple(count * w for count, w in zip(self.counts, self.window, strict=True))
