@@ -31,7 +31,7 @@ class WindowBlock(TransformerBlock):
             parts.check_call(module, grid, kwargs)
         partition = parts.partition(module, grid, bool(kwargs.get(parts.fixed)))
         cut = cut_all(partition, x.device) if kept.windows is None else kept.windows.cut
-        # Before stochastic depth is drawn: it may be random, and the block's own forward has this order.
+        # Before stochastic depth is drawn, as in the block's own forward: the bias may be random.
         bias = parts.score_bias(find(module, parts.attention), partition.window).flatten(0, -3)
         block = self.parts(module, x)
         block = block._replace(attention=block.attention._replace(score_bias=bias))

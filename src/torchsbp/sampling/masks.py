@@ -104,7 +104,7 @@ class Masks:
     def _remember(self, forward: Forward) -> None:
         if torch.is_grad_enabled():
             self.calls.append(Call(torch._C._autograd._get_sequence_nr(), forward))
-        else:  # drawn later, perhaps in a backward: numbers of nodes do not tell the forward
+        else:  # drawn later, perhaps in a backward: node numbers do not tell which forward it was
             self.calls.clear()
 
     def draw(self) -> None:
