@@ -29,12 +29,12 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """The first use of anything imports it all, and torch with it: ``torchsbp --help`` needs neither."""
+    """Import the public names, and torch with them, when the first is used: ``torchsbp --help`` needs neither."""
     if not name.startswith("_"):
         public = import_module("._public", __name__)
         if name in __all__:
             globals()[name] = getattr(public, name)
-        if name in globals():  # a package of ours among them
+        if name in globals():  # or a subpackage, which the import has loaded
             return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

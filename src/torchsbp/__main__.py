@@ -1,4 +1,4 @@
-"""``python -m torchsbp`` is the command ``torchsbp``."""
+"""``python -m torchsbp`` runs the command ``torchsbp``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What ``import torchsbp`` offers, imported when the first of it is used."""
+"""The public names of ``torchsbp``, imported when the first of them is used."""
 
 from .adapters import register
 from .config import SBPConfig

@@ -1,4 +1,4 @@
-"""SBPConfig: everything a user can choose, validated when it is made."""
+"""SBPConfig: every option a user can choose, checked when the configuration is made."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,36 +22,47 @@ Blocks = None | float | Sequence[int] | Sequence[str] | Callable[[str, nn.Module
 
 @dataclass(frozen=True)
 class SBPConfig:
-    """How a model is trained with stochastic backpropagation.
+    """The options of stochastic backpropagation: what is sampled, how, and what is saved for backward.
 
-    - ``keep_ratio``: share of positions that get gradients, in (0, 1]; of 1 they are exact, in less memory. A number, a
-      pair (first, last sampled block), a list with one ratio per sampled block, or ``schedules.Milestones`` over
-      training. "default" and "fast" are what the evidence recommends for the model's family: ``apply`` puts its numbers
-      in their place, ``blocks`` too where that is None.
-    - ``sampler``: a name in ``samplers.SAMPLERS`` or a callable of that type; or "norm": every block chooses positions
-      in backward, with probabilities that follow the norms of their cotangents. That is far less noise, and needs the
-      memory of exact gradients.
-    - ``attention``: which gradients an attention layer drops: "query", "qkv", "head", or "exact" for none: then the MLP
-      alone is sampled.
-    - ``blocks``: which blocks are sampled. None: those of the papers for the model's family; a fraction of the blocks,
-      counted from where theirs begin; block indices; block names (``*`` matches); a filter (name, module) -> bool.
-    - ``scope``: "branch" keeps the residual path's gradient everywhere, "block" gates it too.
-    - ``per_sample``: a mask for every image instead of one for the batch. "balanced": over the batch, every position is
-      kept equally often. "auto": that where the sampler allows, else True.
-    - ``per_block``: a mask for every sampled block, on its own grid, instead of one for all of them. With scale="rows"
-      gradients are then unbiased through all blocks. "auto": True where branches alone are gated.
-    - ``exact_downsampling``: sampled stages have exact down-sampling layers. No residual path leads around these: a
-      sampled one cuts off the gradient of everything below at dropped positions.
-    - ``scale``: "weight" multiplies weight gradients of sampled branches by 1/r (for SGD). "rows" multiplies the
-      cotangent of a sampled block's kept positions by one over their probability, class and register tokens by 1: its
-      gradients are unbiased (docs/method.md, section 4). "auto": "rows" where rows of branches alone are gated,
-      else "none".
-    - ``recompute``: the dial between memory and speed. True: backward recomputes what it needs from the input of each
-      block, saved in bfloat16 if products are (least memory). False: that input and the results of matrix products are
-      saved, for kept rows. A number in between: that share of the blocks recomputes, the first ones. Blocks that are
-      not sampled run the same way, with exact gradients.
-    - ``capture``: on a GPU masks and small passes of blocks are replayed from CUDA graphs. That is faster, and holds
-      some memory. False: never; for steps that are captured as a whole.
+    A configuration is immutable. It is checked when it is made, and "auto" is then replaced by what suits the other
+    options; the value stays if ``dataclasses.replace`` changes another option later.
+
+    - ``keep_ratio``: share of positions that get gradients, in (0, 1]. With 1 nothing is sampled: gradients are exact,
+      in less memory. A number, a pair (first, last sampled block; linear between), a list with one ratio per sampled
+      block, or ``schedules.Milestones`` over training. "default" and "fast" stand for what the evidence recommends for
+      the model's family: ``apply`` replaces them by its numbers, and sets ``blocks`` too if you leave it at None.
+    - ``sampler``: how positions are chosen: "random", "stratified" (random, but evenly spread), "grid", "checkerboard",
+      "frames" or "frames_jitter" (whole frames of a video), or a callable (shape, ratios, key) -> an order of all
+      positions. With "norm" every block chooses positions in backward, with probabilities that follow the norms of
+      their gradients: far less noise, for the memory of exact gradients.
+    - ``attention``: which gradients attention drops: "query": those of dropped queries; "qkv": those of dropped keys
+      and values too; "head": those of dropped heads; "exact": none, so that only the MLP is sampled.
+    - ``blocks``: which blocks are sampled. None: the papers' choice for the model's family. Else a fraction of the
+      blocks (the last ones in a model with one stage, the first ones in others), a list of block indices, a list of
+      block names (``*`` matches), or a filter (name, module) -> bool.
+    - ``scope``: "branch" keeps the gradient of the residual path at every position and samples the branches only;
+      "block" drops both at dropped positions.
+    - ``per_sample``: True: every image has a mask of its own; False: the batch shares one. "balanced": each has its
+      own, and over the batch every position is kept equally often. "auto": "balanced" if the sampler allows it, else
+      True.
+    - ``per_block``: True: every sampled block has a mask of its own, on its own grid; with scale="rows" gradients are
+      then unbiased through all blocks. False: all blocks share one. "auto": True if scope="branch" and
+      exact_downsampling=True.
+    - ``exact_downsampling``: True: the down-sampling layers that lead into sampled blocks are exact. False: they are
+      sampled too. No residual path leads around them, so that cuts off the gradient of everything below at dropped
+      positions.
+    - ``scale``: "none": gradients stay as computed. "weight": weight gradients of sampled blocks are multiplied by 1/r
+      (for SGD). "rows": what the branches of a sampled block get as gradient at kept positions is divided by the
+      probability of keeping them, which is 1 for class and register tokens: with attention "query" or "exact" the
+      block's gradients are then unbiased (docs/method.md, section 4). "auto": "rows", but "none" with scope="block",
+      exact_downsampling=False or attention="head".
+    - ``recompute``: the dial between memory and speed. True (least memory): little more than the input of each block is
+      saved, in bfloat16 if autocast computes in that, and backward recomputes the rest. False (faster): the input is
+      saved unrounded, and so are the results of matrix products, of kept rows where these suffice. A number in between:
+      the share of the blocks that recompute, the first ones. Blocks that are not sampled run the same way, with exact
+      gradients.
+    - ``capture``: True: on a GPU, masks and small passes of blocks are replayed from CUDA graphs, which is faster and
+      holds some memory. False: never; use it for training steps that are captured as a whole.
     - ``seed``: masks are a pure function of (seed, step, rank).
     """
 
@@ -115,20 +126,24 @@ class SBPConfig:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "SBPConfig":
-        """A named configuration, with any field changed: "exact" (less memory, the gradients of full backpropagation),
-        "default" (what the evidence recommends for the model's family), "fast" (the same where a step shall be shorter)
-        or "paper" (half of the positions, as in the image paper)."""
+        """Return a named configuration, with ``changes`` to any of its fields.
+
+        - "exact": nothing is sampled; the gradients of full backpropagation in less memory.
+        - "default": what the evidence recommends for the model's family.
+        - "fast": what the evidence recommends for the family if steps must be shorter.
+        - "paper": half of the positions, chosen as in the image paper.
+        """
         one_of("preset", name, PRESETS)
         return configured(None, None, PRESETS[name] | changes)
 
 
 def cyclic(sampler: str | samplers.Sampler) -> bool:
-    """Whether its orders may be read from any start."""
+    """Whether the sampler's orders may be read cyclically from any start, as balanced masks are."""
     return sampler not in samplers.IN_BACKWARD and bool(getattr(samplers.resolve(sampler), "cyclic", False))
 
 
 def refuse_drawn_masks(config: SBPConfig) -> None:
-    """An error if it asks for what positions that are chosen in backward do not have."""
+    """Raise UsageError for options that positions chosen in backward do not have."""
     needed = {
         "attention": ("query", "exact"), "scope": ("branch",), "per_sample": (True,), "per_block": (True,),
         "scale": ("rows",), "exact_downsampling": (True,),
@@ -144,7 +159,7 @@ def refuse_drawn_masks(config: SBPConfig) -> None:
 
 
 def suiting(config: SBPConfig) -> dict[str, Any]:
-    """What "auto" means: the fields that may be left to us, as they suit the others."""
+    """What "auto" means: the value that suits the other fields, for every field that may be "auto"."""
     branches = config.scope == "branch" and config.exact_downsampling
     return {
         "per_sample": "balanced" if cyclic(config.sampler) else True,
@@ -154,7 +169,7 @@ def suiting(config: SBPConfig) -> dict[str, Any]:
 
 
 def check_blocks(blocks: Any) -> None:
-    """An error if it can't choose blocks."""
+    """Raise UsageError if this can't choose blocks."""
     number = isinstance(blocks, (int, float)) and not isinstance(blocks, bool)
     several = isinstance(blocks, Collection) and not isinstance(blocks, (str, bytes, Mapping, Tensor))
     mask = several and any(isinstance(item, bool) for item in blocks)  # True is no index, though it equals 1
@@ -183,11 +198,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "scale": "none", "exact_downsampling": False,
     },
 }  # fmt: skip
-"""``sampling/recommended.py`` has the numbers of "default" and "fast"."""
+"""The fields of every preset; ``sampling/recommended.py`` has the numbers of "default" and "fast"."""
 
 
 def configured(keep_ratio: KeepRatio | None, config: SBPConfig | None, options: dict[str, Any]) -> SBPConfig:
-    """What ``apply`` is given, as one configuration: ``config``, or the default, with these fields changed."""
+    """Return the arguments of ``apply`` as one configuration: ``config``, or the default, with these fields changed."""
     unknown = sorted(set(options) - set(SBPConfig.__dataclass_fields__))
     if unknown:
         allowed = ", ".join(SBPConfig.__dataclass_fields__)
@@ -205,13 +220,13 @@ def configured(keep_ratio: KeepRatio | None, config: SBPConfig | None, options: 
 
 
 def refuse_preset_name(config: object) -> None:
-    """An error if a configuration is given by its name."""
+    """Raise UsageTypeError if a preset is given by its name alone."""
     if isinstance(config, str) and config in PRESETS:
         raise UsageTypeError(f"config={config!r} is the name of a preset; use config=SBPConfig.preset({config!r})")
 
 
 def resolved(config: SBPConfig, recommended: Recommended) -> SBPConfig:
-    """With numbers where the keep-ratio is a name: those of a family, but for what the user has chosen."""
+    """Replace a keep-ratio that is a name by what it means for a family; fields that the user has changed stay."""
     if config.keep_ratio not in NAMES:
         return config
     options = getattr(recommended, str(config.keep_ratio))
@@ -220,13 +235,13 @@ def resolved(config: SBPConfig, recommended: Recommended) -> SBPConfig:
 
 
 def differing(config: SBPConfig) -> dict[str, Any]:
-    """The fewest fields that make it: those that are neither as by default nor as they suit the others."""
+    """Return the fewest fields that make this configuration: those that neither defaults nor "auto" would set so."""
     plain = {its.name: its.default for its in fields(config)} | suiting(config)
     return {name: getattr(config, name) for name, value in plain.items() if getattr(config, name) != value}
 
 
 class Option(NamedTuple):
-    """A field of ``SBPConfig`` as recipes and commands take it: the types that can be written there, and its help."""
+    """A field of ``SBPConfig`` as recipes and commands take it: the types that can be written as text, and its help."""
 
     name: str
     types: tuple[Any, ...]
@@ -234,7 +249,7 @@ class Option(NamedTuple):
 
 
 def options() -> list[Option]:
-    """Every field of ``SBPConfig``, with its words in the class's docstring."""
+    """Return every field of ``SBPConfig`` as an option; its help is read from the docstring of the class."""
     hints = get_type_hints(SBPConfig)
     texts = dict(re.findall(r"- ``(\w+)``: (.*?)(?=\n\s*- ``|\s*\Z)", SBPConfig.__doc__ or "", re.S))
     helps = {name: " ".join(text.replace("``", "").split()) for name, text in texts.items()}
@@ -242,7 +257,7 @@ def options() -> list[Option]:
 
 
 def writable(hint: Any) -> Iterator[Any]:
-    """Of a union, what a recipe can say: numbers, words, and lists of them."""
+    """Yield the members of a union that a recipe can express: booleans, numbers, words, and lists of these."""
     for kind in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
         if kind in (bool, int, float, str):
             yield kind

@@ -1,4 +1,4 @@
-"""What can go wrong that is not the program's fault: the command line tells it in one message, without a traceback."""
+"""Errors that are not the program's fault: the command line reports each in one message, without a traceback."""
 
 from collections.abc import Callable
 from inspect import signature
@@ -6,15 +6,15 @@ from typing import Any
 
 
 class UsageError(ValueError):
-    """What the user asked for is not possible; the message says what is."""
+    """What the user asks for is not possible; the message says what is."""
 
 
 class UsageTypeError(UsageError, TypeError):
-    """An argument is of a type that is not understood."""
+    """An argument has a wrong type, or an unknown name."""
 
 
 class UsageTimeError(UsageError, RuntimeError):
-    """What was called is not possible yet, or not any more; the message says what comes first."""
+    """A call is not possible in the current state; the message says what to do instead, or first."""
 
 
 class RunError(Exception):
@@ -30,26 +30,26 @@ class CheckpointError(RunError):
 
 
 class SignalError(Exception):
-    """SIGTERM or SIGINT came; everything is saved."""
+    """The process received SIGTERM or SIGINT; everything is saved."""
 
 
 def shown(value: Any) -> str:
-    """A value in a message: no longer than a line."""
+    """Return a value's repr for a message, no longer than a line."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:60]} …"
 
 
 def expect(name: str, value: Any, kinds: type | tuple[type, ...], allowed: str) -> None:
-    """An error if an argument is not of these kinds; ``allowed`` says what it may be and how that is made."""
+    """Raise UsageTypeError unless an argument is of these kinds; ``allowed`` says what it may be and how to make it."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is int):
         raise UsageTypeError(f"{name}={shown(value)} is of type {type(value).__name__}; allowed: {allowed}")
 
 
 def check_calls(name: str, function: Callable[..., Any], *arguments: str) -> None:
-    """An error if a user's function can't be called with so many arguments."""
+    """Raise UsageTypeError if a user's function can't be called with these positional arguments."""
     try:
         its = signature(function)
-    except (TypeError, ValueError):  # written in C: it does not tell
+    except (TypeError, ValueError):  # written in C, without a signature
         return
     try:
         its.bind(*arguments)

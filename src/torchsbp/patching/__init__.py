@@ -1,1 +1,1 @@
-"""apply and remove: what stands before a model's own classes, and what it does there."""
+"""Patching: ``apply`` puts a mixin before the classes of a model's modules; strategies say what it does in training."""

@@ -1,4 +1,4 @@
-"""apply, remove, kept, set_step, set_sizes: patch a model in place and undo it."""
+"""apply and remove patch a model in place and undo it; kept, set_step and set_sizes are for a patched model."""
 
 from collections.abc import Iterator, Sequence
 from operator import index
@@ -16,7 +16,7 @@ from ..ops.rules import RULES
 from ..sampling import operators, samplers, schedules
 from ..sampling.area import Images
 from ..sampling.masks import Drawn, Masks, SiteSpec
-from . import lean, pointwise, replay, windowed  # noqa: F401  their strategies are registered
+from . import lean, pointwise, replay, windowed  # noqa: F401  importing them registers their strategies
 from .entry import Entry, SampledModule, bind_entry, entries, unbind_entry
 from .patches import PatchEmbedding, stem
 from .sampled import Sampling, strategy_for
@@ -35,8 +35,15 @@ def apply(
 ) -> Model:
     """Turn on stochastic backpropagation: in training, sampled blocks get gradients from kept positions only.
 
-    In place; options are the fields of ``SBPConfig`` and change ``config`` (the default unless given). Patch
-    before ``torch.compile``, DDP or FSDP. Nothing is changed if an error is raised.
+        model = torchsbp.apply(timm.create_model("vit_base_patch16_224"), keep_ratio=0.5)
+
+    The model is patched in place and returned. Its outputs, parameters and state dict stay the same, and so does all it
+    does in eval mode or without gradients. Blocks that are not sampled have exact gradients, in less memory.
+
+    ``keep_ratio`` and ``options`` are fields of ``SBPConfig``, which documents them; they change ``config``, or the
+    default configuration if there is none. Every backbone of a known family in the model is patched. If none is found,
+    or one can't be patched, a ``UsageError`` says why, and nothing is changed. Patch before ``torch.compile``, DDP or
+    FSDP.
     """
     expect_model(model)
     config = configured(keep_ratio, config, options)
@@ -49,7 +56,7 @@ def apply(
     backbones = list(find_backbones(model))
     if not backbones:
         raise UsageError(nothing_found(model))
-    strategies = [strategies_for(*backbone, config) for backbone in backbones]  # errors come from here
+    strategies = [strategies_for(*backbone, config) for backbone in backbones]  # raises before anything is changed
     for entry_module, entry, bound in strategies:
         bind_entry(entry_module, entry)
         for module, strategy in bound:
@@ -58,7 +65,10 @@ def apply(
 
 
 def remove(model: Model) -> Model:
-    """Undo ``apply``: every module is of its own class again, nothing of ours is left."""
+    """Undo ``apply`` in place and return the model: every module is of its own class again, nothing of ours is left.
+
+    Raise ``UsageError`` if the model is not patched, or was sharded (FSDP) after ``apply``.
+    """
     expect_model(model)
     modules = list(patched_modules(model))
     if not modules:
@@ -77,10 +87,12 @@ def remove(model: Model) -> Model:
 
 
 def kept(model: nn.Module) -> dict[str, Tensor]:
-    """Site name -> kept positions ``[B, k]`` of the last training forward; class and register tokens come first.
+    """Return the positions that sampled modules kept in the last training forward, by the modules' names in the model.
 
-    A backbone that is called more than once before a backward has other masks in each call: these are the last one's.
-    Left out are backbones whose sampled blocks have not trained.
+    Positions are indices ``[B, k]``, ascending, of class and register tokens, which come first, and the flattened grid.
+    Each call of a backbone has masks of its own: these are the last call's. Backbones whose sampled blocks have not
+    trained are left out; if none has, ``UsageTimeError`` is raised. With ``sampler="norm"`` there is nothing to return,
+    so that ``UsageError`` is raised.
     """
     positions = {}
     for entry, module, drawn in trained_entries(model):
@@ -90,7 +102,7 @@ def kept(model: nn.Module) -> dict[str, Tensor]:
 
 
 def trained_entries(model: nn.Module) -> list[tuple[Entry, nn.Module, Drawn]]:
-    """Those of a patched model whose sampled blocks have trained, with what was drawn; an error if there are none."""
+    """Return the entries whose sampled blocks have trained, with module and masks; raise UsageTimeError if none has."""
     found = []
     for entry, module in patched_entries(model):
         entry.check(module)
@@ -102,9 +114,10 @@ def trained_entries(model: nn.Module) -> list[tuple[Entry, nn.Module, Drawn]]:
 
 
 def set_step(model: nn.Module, step: int) -> None:
-    """Tell a patched model where training is: masks continue from this step, a keep-ratio schedule takes its value.
+    """Set the training step of a patched model: masks continue from it, and a keep-ratio schedule takes its value.
 
-    The step counts training forwards by itself; call this after resuming, and before each step with a schedule.
+    A counter in the model counts training forwards by itself and is not in the state dict. So call this after resuming,
+    and, if ``keep_ratio`` is a schedule (``Milestones``), before every step.
     """
     found = list(patched_entries(model))
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:
@@ -114,11 +127,13 @@ def set_step(model: nn.Module, step: int) -> None:
 
 
 def set_sizes(model: nn.Module, sizes: Sequence[Sequence[int]] | Tensor, padded: Sequence[int]) -> None:
-    """Tell a patched model how large the images of its next training forward are, for batches that are padded.
+    """Say how large the images of a padded batch are: kept positions are then taken from images before padding.
 
-    ``sizes`` has height and width of every image, which lies in the upper left corner; ``padded`` those of the batch.
-    Kept positions are drawn from the images first. As many are kept of each image as of the padded size; one that has
-    fewer is kept whole, and filled up with padding. Windows of attention keep as many as ever, of images first.
+    Call it before each forward on such a batch. ``sizes`` are (height, width) of every image, which lies in the upper
+    left corner; ``padded`` is (height, width) of the batch. The number of kept positions is the keep-ratio's share of
+    the padded size, for every image, so a smaller image keeps a larger share of its own. An image with fewer positions
+    keeps all of them, and padding makes up the rest. Windows of attention keep their usual number too, positions of the
+    image first. Weighted rows, the default, do not allow this: apply with ``scale="none"``.
     """
     found = list(patched_entries(model))
     given, size = whole_sizes(sizes, padded)
@@ -132,7 +147,7 @@ def set_sizes(model: nn.Module, sizes: Sequence[Sequence[int]] | Tensor, padded:
 
 
 def whole_sizes(sizes: Sequence[Sequence[int]] | Tensor, padded: Sequence[int]) -> tuple[Tensor, tuple[int, int]]:
-    """Height and width of every image ``[B, 2]``, and of their batch; an error if they are not that."""
+    """Return the sizes of images, ``[B, 2]``, and of their batch; raise UsageError if they are not sizes that fit."""
     try:
         height, width = (index(size) for size in padded)
     except (TypeError, ValueError):
@@ -146,7 +161,7 @@ def whole_sizes(sizes: Sequence[Sequence[int]] | Tensor, padded: Sequence[int]) 
     except (TypeError, ValueError, RuntimeError):
         given = torch.empty(0)
     wrong = given.dim() != 2 or given.shape[1] != 2 or given.dtype not in (torch.int32, torch.int64)
-    if not wrong and given.is_cpu:  # values on a GPU are not waited for
+    if not wrong and given.is_cpu:  # values on a GPU are not checked: that would wait for them
         wrong = not all(1 <= h <= height and 1 <= w <= width for h, w in given.tolist())
     if wrong:
         raise UsageError(
@@ -157,14 +172,14 @@ def whole_sizes(sizes: Sequence[Sequence[int]] | Tensor, padded: Sequence[int]) 
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """On the device. A GPU may be busy with the step before: the CPU does not wait for that, as it would if it copied
-    from memory that is not pinned."""
+    """Return the values on the device. They are copied from pinned memory, so that the CPU does not wait for a GPU that
+    is busy with the previous step."""
     pinned = values.pin_memory() if values.is_cpu and device.type == "cuda" else values
     return pinned.to(device, non_blocking=True)
 
 
 def patched_entries(model: nn.Module) -> Iterator[tuple[Entry, nn.Module]]:
-    """Those of a patched model; an error if it is not."""
+    """Return the entries of a patched model and their modules; raise UsageError if it is not patched."""
     expect_model(model)
     found = list(entries(model))
     if not found:
@@ -179,7 +194,7 @@ def expect_model(model: object) -> None:
 def strategies_for(
     name: str, model: nn.Module, adapter: Adapter, layout: Layout, config: SBPConfig
 ) -> tuple[nn.Module, Entry, list[tuple[nn.Module, Strategy]]]:
-    """What to bind to which module of a backbone: its entry with its strategy, and the sampled and exact modules."""
+    """Return what to bind in a backbone: the entry module, its strategy, and all other modules with theirs."""
     config = resolved(config, adapter.recommended_for(model))
     found = survey(model, adapter, layout, config)
     refuse_problems(adapter, found)
@@ -206,10 +221,10 @@ def strategies_for(
     entry = Entry(config, masks, layout, modules, f"{name}." if name else "")
     if isinstance(config.keep_ratio, schedules.Milestones):
         for step, _ in config.keep_ratio.points:
-            entry.ratios(step)  # every list has the right length
+            entry.ratios(step)  # raises if a list has the wrong length
     else:
         masks.ratios = entry.ratios(0)
-    recomputing = round(config.recompute * len(found))  # the first ones: what the last ones save is freed soonest
+    recomputing = round(config.recompute * len(found))  # the first blocks, since what the last ones save is freed first
     numbers = {its.name: number for number, its in enumerate(sampled)}
     bound = []
     for i, its in enumerate(found):
@@ -227,7 +242,7 @@ def strategies_for(
 
 
 def refuse_drawn_rows(its: Found, strategy: Strategy, config: SBPConfig) -> None:
-    """An error if a sampled module has to know in forward what it keeps."""
+    """Raise UsageError if a sampled module must know in forward what it keeps: this sampler chooses in backward."""
     if not getattr(strategy, "chooses", False):
         raise UsageError(
             f"{its.name} ({qualified(its.module)}) can't choose positions in backward, as sampler={config.sampler!r} "

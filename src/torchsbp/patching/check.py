@@ -21,18 +21,18 @@ from ..ops.rows import RowWeight
 from ..sampling.masks import Masks
 from .apply import patched_entries, remove, trained_entries
 
-ROUNDING, TOLERANCE = 1e-12, 1e-9  # of outputs, of gradients
+ROUNDING, TOLERANCE = 1e-12, 1e-9  # the largest errors of outputs and of gradients that pass
 Step = tuple[list[Tensor], dict[str, Tensor]]
 Gates = dict[str, "CallGates"]
 GateLike = Callable[..., Tensor]
-"""(output, residual path or None, weighted or not) -> the output, with the gradient of kept positions."""
+"""(output, residual path or None, weighted or not) -> the output, whose gradient comes from kept positions."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """Relative errors of a patched model: of its outputs, the largest, and of its gradients, the ``worst`` parameter's.
+    """The largest relative errors of a patched model: of its outputs, and of its gradients (at parameter ``worst``).
 
-    A gradient's error is relative to its norm plus 1e-4 of the largest gradient's norm.
+    A gradient's error is relative to its norm plus 1e-4 of the largest gradient's norm. ``passed``: both are rounding.
     """
 
     forward: float
@@ -45,11 +45,15 @@ class Check:
 
 
 def check(model: nn.Module, *inputs: Any) -> Check:
-    """Compare a training step of a patched model with that of its unpatched, gated twin, on copies in float64.
+    """Compare a training step of a patched model with the definition of SBP, to test an adapter.
 
-    In the twin, every sampled block is the library's own; the gradient at its output goes through the block where
-    positions are kept, and past it, along the residual path, where they are dropped. With scale="rows" what the block
-    adds to the residual path is weighted where it is kept. The model is not changed.
+        assert torchsbp.check(model, images).passed
+
+    The model is called as ``model(*inputs)``. It must be in training mode, with attention="query" and scale "none" or
+    "rows". The step runs on copies in float64, and the model is not changed. The definition is an unpatched twin with
+    gates: the gradient at the output of a sampled block goes through the block where positions are kept, and past it,
+    along the residual path, where they are dropped. With scale="rows" what the block adds to the residual path is
+    weighted where it is kept.
     """
     for entry, module in patched_entries(model):
         entry.check(module)
@@ -79,7 +83,7 @@ def check(model: nn.Module, *inputs: Any) -> Check:
 
 
 def refuse_inputs(model: nn.Module, inputs: Any) -> None:
-    """An error if the unpatched model does not run on them either."""
+    """Raise UsageError if the unpatched model does not run on these inputs either."""
     try:
         with torch.no_grad():
             model(*inputs)
@@ -92,7 +96,7 @@ def refuse_inputs(model: nn.Module, inputs: Any) -> None:
 
 
 def training_step(model: nn.Module, inputs: Any) -> Step:
-    """Outputs and gradients, with the same randomness and the same cotangents each time."""
+    """Return outputs and gradients of a step. Random numbers, and cotangents of equal outputs, are always the same."""
     model.zero_grad()
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -104,7 +108,7 @@ def training_step(model: nn.Module, inputs: Any) -> Step:
 
 
 def gradient_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By parameter; a gradient that only one of them has is compared with zeros."""
+    """Return the error of each parameter's gradient; a gradient that only one side has is compared with zeros."""
     floor = 1e-4 * max(g.norm() for g in expected.values())
     errors = {}
     for name, g in (found | expected).items():
@@ -114,12 +118,12 @@ def gradient_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> di
 
 
 def ratio(error: Tensor, size: Tensor) -> Tensor:
-    """0 where both are."""
+    """Return error / size, 0 where both are 0."""
     return error.double() / size.double().clamp(min=torch.finfo(torch.float64).tiny)
 
 
 def record_gates(patched: nn.Module) -> Gates:
-    """Fills itself as the patched model runs: with what each sampled module keeps, call after call."""
+    """Return gates that are filled while the patched model runs: with what each sampled module keeps in each call."""
     gates: Gates = {}
     names = names_in(patched)
     for entry, module in patched_entries(patched):
@@ -132,13 +136,13 @@ def record_gates(patched: nn.Module) -> Gates:
 
 
 def names_in(model: nn.Module) -> dict[nn.Module, str]:
-    """As they are now: a model may have been wrapped since it was patched."""
+    """Return the current names of modules: a model may have been wrapped since it was patched."""
     return {module: name for name, module in model.named_modules()}
 
 
 def install_gates(twin: nn.Module, patched: nn.Module, gates: Gates | None = None) -> None:
-    """Gate the sampled modules of the unpatched model at the positions that the patched one has kept: call by call as
-    recorded, or as in its last call."""
+    """Gate the sampled modules of the unpatched model at the positions that the patched one has kept: as ``gates``
+    recorded them call by call, or (None) as in its last call."""
     names = names_in(patched)
     for entry, module in patched_entries(patched):
         for index, sampled in enumerate(entry.sampled):
@@ -151,15 +155,17 @@ def install_gates(twin: nn.Module, patched: nn.Module, gates: Gates | None = Non
 
 
 def last_of(block: nn.Module) -> nn.Module:
-    """What runs last of it: a list runs no forward of its own."""
+    """Return the module whose call ends the block: of a list, which has no forward of its own, the last member."""
     return block[-1] if isinstance(block, nn.ModuleList) else block
 
 
 def install_gate(block: nn.Module, gate: GateLike, description: Any, config: SBPConfig) -> None:
-    """Gate a block's output; its residual path begins at its input, and there is none if that has another size.
+    """Gate a block's output, by hooks. The residual path begins at the block's input; if that has another size than the
+    output, there is none.
 
-    A description may name modules: a ``shortcut``, behind which the residual path begins; what is ``last``, behind the
-    sum and therefore behind the gate; a norm over positions, ``response``, whose statistic learns from kept rows only.
+    A description may name modules: ``shortcut``, at whose output the residual path begins instead; ``last``, a norm
+    behind the block's sum, so that the gate stands before it; ``response``, a norm over positions, whose statistic gets
+    gradients from kept rows only.
     """
     shortcut, last, response = (
         find(block, getattr(description, name, "")) for name in ("shortcut", "last", "response")
@@ -188,11 +194,11 @@ def install_gate(block: nn.Module, gate: GateLike, description: Any, config: SBP
     if last is not None:
         last.register_forward_pre_hook(lambda module, args: gated(args[0]))
     else:
-        end.register_forward_hook(lambda module, args, y: gated(y), prepend=True)  # what others collect is gated
+        end.register_forward_hook(lambda module, args, y: gated(y), prepend=True)  # other hooks see it gated
 
 
 class CallGates:
-    """The gates of a module, one for each of its calls; None where it was not sampled: eval mode, no gradients."""
+    """The gates of a module, one for each of its calls; None for one that samples nothing (eval, no gradients)."""
 
     def __init__(self) -> None:
         self.calls: deque[Gate | None] = deque()
@@ -211,7 +217,7 @@ class CallGates:
 
 @dataclass(frozen=True)
 class Gate:
-    """Kept positions ``[B, k]`` of a grid behind ``prefix`` tokens."""
+    """A gate at kept ``positions [B, k]``: indices of the ``prefix`` tokens and, behind them, the flattened grid."""
 
     positions: Tensor
     grid: tuple[int, ...]
@@ -219,7 +225,7 @@ class Gate:
 
     @classmethod
     def of(cls, masks: Masks, site: int, device: torch.device) -> "Gate":
-        """What a site keeps in the call that runs now."""
+        """Return the gate for what a site keeps in the call that runs now."""
         drawn = masks.of_this_call()
         grid, marks = drawn.grids[masks.sites[site].stage], drawn.sites[site].marks
         if marks is not None:
@@ -227,19 +233,19 @@ class Gate:
         return cls(masks.positions_kept(drawn, site, device), grid, masks.prefix)
 
     def __call__(self, y: Tensor, past: Tensor | None = None, weighted: bool = False) -> Tensor:
-        """y; at dropped positions its gradient goes to ``past``, nowhere if there is none. ``weighted``: at kept ones
-        too, and the rest of it counts one over their probability."""
+        """Return y. At dropped positions its gradient goes to ``past``, or nowhere if that is None. ``weighted``: at
+        kept ones y gets it times ``counts``, and ``past`` the rest: if y contains ``past``, that has it once in all."""
         dropped = y.detach() if past is None else y.detach() + (past - past.detach())
         kept = dropped + self.counts(y) * (y - dropped) if weighted else y
         return torch.where(self.mask(y), kept, dropped)
 
     def mask(self, y: Tensor) -> Tensor:
-        """True where y is kept."""
+        """Return True where y is kept."""
         kept = torch.zeros(y.shape[0], self.n, dtype=torch.bool, device=y.device)
         return self.map(kept.scatter(1, self.positions, True), y)
 
     def counts(self, y: Tensor) -> Tensor:
-        """How often a position of y counts if it is kept: prefix tokens, which always are, once."""
+        """Return how often a position of y counts if kept: one over its probability, which is 1 for prefix tokens."""
         share = (self.positions.shape[1] - self.prefix) / (self.n - self.prefix)
         counts = torch.full((y.shape[0], self.n), 1 / share, dtype=y.dtype, device=y.device)
         return self.map(counts.index_fill(1, torch.arange(self.prefix, device=y.device), 1), y)
@@ -249,11 +255,11 @@ class Gate:
         return self.prefix + math.prod(self.grid)
 
     def map(self, flat: Tensor, y: Tensor) -> Tensor:
-        """Values ``[B, N]`` in the layout of y, ``[B, N, C]``, ``[B, *grid, C]`` or ``[B, C, *grid]``."""
+        """Return values ``[B, N]`` in the layout of y, ``[B, N, C]``, ``[B, *grid, C]`` or ``[B, C, *grid]``."""
         return flat.view(-1, *self.layout(y))
 
     def layout(self, y: Tensor) -> tuple[int, ...]:
-        """Of one channel of a sample of y."""
+        """Return the shape of one channel of one sample of y."""
         n = self.n
         shapes = [
             shape
@@ -271,13 +277,13 @@ class Gate:
 
 @dataclass(frozen=True)
 class ChoosingGate(Gate):
-    """Positions are chosen when the gradient comes; instead of them it has their marks."""
+    """A gate whose positions are chosen in backward; ``positions`` holds their marks instead."""
 
     def __call__(self, y: Tensor, past: Tensor | None = None, weighted: bool = False) -> Tensor:
         return _Choose.apply(y, past, self)
 
     def counts(self, dy: Tensor) -> Tensor:
-        """0 where it is dropped."""
+        """Return how often each position counts, 0 where it is dropped."""
         rows = dy.movedim(1, -1) if self.layout(dy)[-1] != 1 else dy
         options = BackwardOptions(row_weight=RowWeight(1.0, self.prefix))
         kept, _, counts = device_of(dy).choose(rows.reshape(-1, rows.shape[-1]), self.positions, options)
@@ -285,7 +291,7 @@ class ChoosingGate(Gate):
 
 
 class _Choose(torch.autograd.Function):
-    """y; its gradient goes to it as often as its positions count, the rest of it to ``past``."""
+    """Return y. In backward, y gets the cotangent times ``counts``, and ``past`` the rest of it."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, past: Tensor | None, gate: ChoosingGate) -> Tensor:

@@ -1,4 +1,4 @@
-"""The entry of a backbone, its patch embedding or stem: every forward begins here, and with it new masks."""
+"""The entry of a backbone, its patch embedding or stem: every forward begins here, and draws its masks here."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ from .sampled import SampledBlock
 from .site import Site, Strategy, bind, recomputing, refuse
 
 STEP = "sbp_step"
-"""The step counter, a buffer of the entry: it follows the model to its device."""
+"""The name of the step counter, a buffer of the entry, so that it follows the model to its device."""
 
 
 @dataclass(frozen=True)
 class SampledModule:
-    """A sampled block or down-sampling layer: its name in the backbone, the module that holds it, its place over depth,
-    its description."""
+    """A sampled block or down-sampling layer: its name in the backbone, its parent (``home``), its place over depth, by
+    which its keep-ratio is found, and its description."""
 
     name: str
     module: nn.Module
@@ -37,8 +37,11 @@ class SampledModule:
 
 @dataclass
 class Entry(Strategy):
-    """``prefix`` is that of the backbone's names in the model. ``counts`` is False while the step counter may hold
-    anything: it was made on the meta device, and memory came later. ``given`` is the input while it runs."""
+    """The strategy of an entry: runs it and draws masks.
+
+    ``prefix`` stands before the backbone's names in the model. ``counts`` is False while the step counter may hold
+    arbitrary memory, as it was made on the meta device. ``given`` is the entry's input while it runs.
+    """
 
     config: SBPConfig
     masks: Masks
@@ -49,16 +52,16 @@ class Entry(Strategy):
     given: Tensor | None = None
 
     def is_held(self, x: Tensor) -> bool:
-        """Whether x is what a backbone that is the whole model was given: its caller holds that. What a larger model
-        gives to its backbone, or the backbone has made of it, may end here."""
+        """Whether x is the input of the whole model, which the caller holds anyway. The input that a larger model
+        makes for its backbone, or a tensor that the backbone makes of its input, may be freed after this call."""
         return x is self.given and not self.prefix
 
     def forward(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         trains = any(sampled.module.training for sampled in self.sampled) and not recomputing()
-        if trains and not torch.compiler.is_compiling() and 0 in x.shape[:1]:  # compiled, that would be a guard
+        if trains and not torch.compiler.is_compiling() and 0 in x.shape[:1]:  # compiled, this would add a guard
             raise UsageError(f"the batch is empty (input of shape {tuple(x.shape)}): nothing to sample; skip it")
         for size in x.shape[1:] if trains else ():
-            index(size)  # a constant under `torch.compile`: masks follow the grid, and so do all shapes behind it
+            index(size)  # a constant under `torch.compile`: masks follow from the grid, all shapes from masks
         self.given = x
         try:
             y = embed(module, x, *args, held=self.is_held(x), **kwargs)
@@ -74,14 +77,14 @@ class Entry(Strategy):
         return y
 
     def check(self, module: nn.Module) -> None:
-        """An error if a sampled module was replaced by another one, which would train plainly."""
+        """Raise UsageError if a sampled module was replaced by one that is not patched and would not be sampled."""
         for sampled in self.sampled:
             found = find(sampled.home, sampled.name.rpartition(".")[2])
             if found is not None and next(found.parameters(), None) is not None and not self.samples(found):
                 refuse(sampled.home, [f"{sampled.name} is a {bare_name(found)} that was not patched"])
 
     def samples(self, module: nn.Module) -> bool:
-        """Whether a module, or what it was wrapped around, reads the masks that are drawn here."""
+        """Whether a module, or one that it wraps, reads the masks that are drawn here."""
         strategies = (its.sbp for its in module.modules() if isinstance(its, Site))
         return any(isinstance(its, SampledBlock) and its.sampling.masks is self.masks for its in strategies)
 
@@ -93,10 +96,10 @@ class Entry(Strategy):
         self.step(module).fill_(step)
         self.counts = True
         self.masks.ratios = self.ratios(step)
-        self.masks.calls.clear()  # they count back from the step
+        self.masks.calls.clear()  # their steps are counted back from the current one
 
     def ratios(self, step: int) -> tuple[float, ...]:
-        """The ratio of every sampled module at this step; a down-sampling layer has that of the block after it."""
+        """Return each sampled module's ratio at this step; a down-sampling layer has that of the block after it."""
         ratio = self.config.keep_ratio
         if isinstance(ratio, schedules.Milestones):
             ratio = ratio.at(step)
@@ -118,8 +121,8 @@ def unbind_entry(module: nn.Module) -> None:
 
 
 def entries(model: nn.Module) -> Iterator[tuple[Entry, Site]]:
-    """Of every patched backbone, with its module, in the model's order. Asked for in every step: ``model.modules()``
-    takes many times as long."""
+    """Yield the entries of all patched backbones with their modules, in the model's order. This runs in every step, and
+    ``model.modules()`` would take many times as long."""
     seen: set[nn.Module] = set()
     rest: list[nn.Module | None] = [model]
     while rest:

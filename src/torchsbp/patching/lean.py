@@ -1,4 +1,4 @@
-"""Strategies of blocks that are known part by part: the ops that run them, on parameters read at every call."""
+"""Strategies of blocks known part by part: they call the lean ops with the block's parameters, read at every call."""
 
 import math
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from .site import Strategy, original
 
 
 class BlockParts(NamedTuple):
-    """What the op takes of a block, and stochastic depth's factors for the two branches."""
+    """A block's parameters as its op takes them, and the factors of stochastic depth for its two branches."""
 
     attention: AttentionParams
     attention_spec: AttentionSpec
@@ -47,11 +47,11 @@ class TransformerBlock(SampledBlock):
         return self.returned(self.block(x, self.parts(module, x)))
 
     def returned(self, y: Tensor) -> Any:
-        """What the block's caller expects."""
+        """Return y in the form that the block's caller expects."""
         return (y, None) if self.description.pair else y
 
     def block(self, x: Tensor, parts: BlockParts, cut: Cut = NO_WINDOWS) -> Tensor:
-        """The op on ``x [B, ..., C]``, its attention in windows where there are such."""
+        """Run the op on ``x [B, ..., C]``; ``cut`` says how its attention is cut into windows."""
         attention, attention_spec, mlp, mlp_spec, factors = parts
         batch, positions = x.shape[0], R.count(x)
         kept = self.sampling.kept(batch, positions)
@@ -68,7 +68,7 @@ class TransformerBlock(SampledBlock):
         return mlp_branch(x, kept.rows, mlp, mlp_spec, inverse=kept.inverse, factor=factors[1], options=options)
 
     def parts(self, module: nn.Module, x: Tensor) -> BlockParts:
-        """Read from the module; stochastic depth is drawn for x."""
+        """Read the parts from the module, and draw stochastic depth for x."""
         names: L.TransformerBlock = self.description
         attention, attention_spec = attention_of(module, names, self.sampling.rule)
         mlp, mlp_spec = mlp_of(module, names.norm2, names)
@@ -110,7 +110,7 @@ class BiasedBlock(TransformerBlock):
         self.refuse_arguments(module, args, kwargs)
         given_map, x = x, R.channels_last(x, names.dim)
         batch, n = x.shape[0], R.count(x)
-        # Before stochastic depth is drawn: the bias may be random, and the block's own forward has this order.
+        # Before stochastic depth is drawn, as in the block's own forward: the bias may be random.
         bias, parts = names.score_bias(module, n, **given), self.parts(module, x)
         cut = NO_WINDOWS
         if bias is not None:
@@ -129,7 +129,7 @@ class BiasedBlock(TransformerBlock):
 
 
 def rope_of(given: Any, n: int) -> Tensor:
-    """Sine and cosine of all n rows, side by side: the first, which have none, are not turned."""
+    """Return sine and cosine of all n rows, side by side. The first rows, for which none are given, are not turned."""
     cos, sin = given if isinstance(given, tuple) else given.chunk(2, -1)[::-1]
     first = n - cos.shape[-2]
     return torch.cat([F.pad(sin, (0, 0, first, 0)), F.pad(cos, (0, 0, first, 0), value=1.0)], -1)
@@ -153,8 +153,8 @@ class ConvBlock(SampledBlock):
         return gate(y.permute(0, 2, 3, 1), kept.rows).permute(0, 3, 1, 2)
 
     def is_one_function(self, module: nn.Module) -> bool:
-        """Whether ``conv_block`` is all that the block does: before the branch nothing but a convolution that keeps the
-        size, and nothing on the shortcut."""
+        """Whether ``conv_block`` computes the whole block: scope is "branch", the convolution keeps the size, no pool
+        comes before it, and no layer is on the shortcut."""
         parts: L.ConvBlock = self.description
         shortcut = find(module, parts.shortcut)
         if parts.pool or self.sampling.scope != "branch":
@@ -173,7 +173,7 @@ class ConvBlock(SampledBlock):
         )  # fmt: skip
 
     def branch(self, module: nn.Module, u: Tensor, kept: Kept, options: BackwardOptions) -> Tensor:
-        """What the block adds to its shortcut, from the output of its convolution ``[B, C, H, W]``."""
+        """Return what the block adds to its shortcut, from the output of its convolution ``[B, C, H, W]``."""
         mlp, spec, factor = self.parts(module, u)
         u = u.permute(0, 2, 3, 1)
         y = mlp_branch(
@@ -183,7 +183,7 @@ class ConvBlock(SampledBlock):
         return y.permute(0, 3, 1, 2)
 
     def parts(self, module: nn.Module, u: Tensor) -> tuple[MLPParams, MLPSpec, Tensor | None]:
-        """Read from the module; stochastic depth is drawn for u."""
+        """Read the parts from the module, and draw stochastic depth for u."""
         parts: L.ConvBlock = self.description
         mlp, spec = mlp_of(module, parts.norm, parts)
         scale = find(module, parts.scale)
@@ -207,7 +207,7 @@ class Downsample(SampledBlock):
 @runs(L.LastOfList)
 @dataclass
 class LastOfList(Downsample):
-    """The same in the place of the list's last module; ``block`` is the list."""
+    """``Downsample`` of a ``ModuleList``, run in the place of its last module; ``block`` is the list."""
 
     block: nn.Module
 
@@ -225,7 +225,7 @@ class LastOfList(Downsample):
 @runs(L.Skipped)
 @dataclass
 class Skipped(Strategy):
-    """Does nothing where ``worker`` trains."""
+    """A module that returns its input in training: ``worker`` does its work too."""
 
     worker: nn.Module
 
@@ -238,12 +238,12 @@ class Skipped(Strategy):
 
 
 def output_size(conv: nn.Conv2d, x: Tensor) -> list[int]:
-    """The grid behind a convolution without padding."""
+    """Return the size of a convolution's output, without padding and dilation."""
     return [(n - k) // s + 1 for n, k, s in zip(x.shape[2:], conv.kernel_size, conv.stride, strict=True)]
 
 
 def keeps_size(conv: nn.Module) -> bool:
-    """Whether it is a convolution, no more and no less, that gives as many positions as it is given."""
+    """Whether this is a plain ``nn.Conv2d``, without hooks, whose output has the size of its input."""
     if type(conv) is not nn.Conv2d or not untouched(conv):
         return False
     if conv.padding_mode != "zeros" or conv.stride != (1, 1) or isinstance(conv.padding, str):
@@ -252,13 +252,13 @@ def keeps_size(conv: nn.Module) -> bool:
 
 
 def through(block: nn.Module, name: str, x: Tensor) -> Tensor:
-    """x behind a part that a block may have."""
+    """Apply a part of the block to x; if the block has no such part, return x."""
     part = find(block, name)
     return x if part is None else part(x)
 
 
 def drop_factor(drop_path: nn.Module | None, x: Tensor, scale: Tensor | None) -> Tensor | None:
-    """Stochastic depth's factor per sample, drawn by the model's own module: the same randomness is consumed."""
+    """Return stochastic depth's factor per sample. The model's own module draws it, with the same random numbers."""
     if drop_path is None or isinstance(drop_path, nn.Identity) or getattr(drop_path, "p", 1) == 0:
         return None
     dtype = autocast_dtype(x) or x.dtype

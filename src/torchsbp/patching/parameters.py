@@ -1,4 +1,4 @@
-"""The parameters of blocks that are known part by part, as the ops take them."""
+"""Parameters of blocks known part by part, in the form that the ops take."""
 
 from typing import Any
 
@@ -24,8 +24,10 @@ def affine(module: nn.Module | None) -> tuple[Any, Any]:
 
 
 def stack(layers: list[tuple[Tensor, Tensor | None]]) -> tuple[list[Tensor], Tensor | None]:
-    """Weights of layers on one input, which an op takes as they are: one made of them would be saved. And their biases
-    as one, through which each gets its gradient; where some have none, theirs is zero."""
+    """Return the weights of layers that share an input, and their biases joined into one (zeros for a layer without).
+
+    Weights are not joined, since a joined one would be saved for backward; the ops take several.
+    """
     weights = [w for w, _ in layers]
     if all(b is None for _, b in layers):
         return weights, None
@@ -33,7 +35,7 @@ def stack(layers: list[tuple[Tensor, Tensor | None]]) -> tuple[list[Tensor], Ten
 
 
 def matrix(block: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of a block's linear layer or 1×1 convolution, as a matrix; adapters may be put on it any time."""
+    """Return weight, a matrix, and bias of a block's linear layer or 1×1 convolution; LoRA may be added any time."""
     layer = find(block, name)
     if isinstance(layer, (nn.Linear, nn.Conv2d)):
         weight, bias = affine(layer)
@@ -64,13 +66,13 @@ def attention_of(block: nn.Module, parts: L.TransformerBlock, rule: Rule) -> tup
 
 
 def scale_of(block: nn.Module, name: str) -> Tensor | None:
-    """Layer scale; a block that has none may have a 1 in its place."""
+    """Return the layer scale, None if there is none: a block may have the number 1 in its place."""
     found = find(block, name)
     return found if isinstance(found, Tensor) else None
 
 
 def qkv_of(block: nn.Module, parts: L.TransformerBlock) -> tuple[list[Tensor], Tensor | None]:
-    """Weight, or weights, and bias of the projection to queries, keys and values."""
+    """Return the weights (one, or three) and the bias of the projection to queries, keys and values."""
     weights, bias = projection_of(block, parts.qkv)
     if find(block, parts.head_first):
         by_head = find(block, parts.heads), 3, -1
@@ -87,7 +89,7 @@ def qkv_of(block: nn.Module, parts: L.TransformerBlock) -> tuple[list[Tensor], T
 
 
 def projection_of(block: nn.Module, name: str | tuple[str, ...]) -> tuple[list[Any], Any]:
-    """Weight and bias of a layer, or of that weight's own name; of several layers on one input their weights."""
+    """Return weights and bias of what is named: a layer, a weight that is a parameter by itself, or several layers."""
     if not isinstance(name, str):
         return stack([matrix(block, each) for each in name])
     part = find(block, name)

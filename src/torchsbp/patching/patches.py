@@ -1,4 +1,4 @@
-"""The convolutions before a backbone's blocks that cut images into patches. Nothing of them is sampled."""
+"""Convolutions before a backbone's blocks that cut images into patches. They are exact, and save less."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,9 +18,10 @@ CONVOLUTIONS = ("torch.nn.modules.conv.Conv2d", "torch.nn.modules.conv.Conv3d")
 
 @dataclass
 class PatchEmbedding(Strategy):
-    """Of such a convolution. It is still called, so that hooks run; whatever else it may become, it runs as that.
+    """The strategy of such a convolution. The module itself is still called, so that its hooks run. If it is changed
+    after ``apply`` and no longer cuts patches, its own forward runs.
 
-    ``entry`` is that of the backbone, which knows whether others hold what the convolution sees.
+    ``entry`` is that of the backbone, which knows whether the convolution's input is held elsewhere.
     """
 
     entry: Any
@@ -30,7 +31,7 @@ class PatchEmbedding(Strategy):
 
 
 def embed(module: nn.Module, x: Any, *args: Any, held: bool, **kwargs: Any) -> Any:
-    """The module's own forward, or if it cuts patches, and trains, what is the same and saves less."""
+    """Run the module; if it cuts patches in training, by an op that saves less. ``held``: x is held elsewhere too."""
     if module.training and torch.is_grad_enabled() and cuts_patches(module):
         weight, bias = parameter(module, "weight"), parameter(module, "bias")
         trains = any(t is not None and t.requires_grad for t in (x, weight, bias))
@@ -40,7 +41,7 @@ def embed(module: nn.Module, x: Any, *args: Any, held: bool, **kwargs: Any) -> A
 
 
 def cuts_patches(module: Any) -> bool:
-    """Whether it is a convolution, no more and no less, whose outputs see a patch each, all of them every input."""
+    """Whether this is a plain convolution whose outputs see one patch each, side by side, in all channels."""
     if qualified(module) not in CONVOLUTIONS or module.kernel_size != module.stride or module.groups != 1:
         return False
     none, one = ((n,) * len(module.kernel_size) for n in (0, 1))
@@ -48,7 +49,7 @@ def cuts_patches(module: Any) -> bool:
 
 
 def stem(model: nn.Module, stages: Iterable[Stage]) -> Iterator[nn.Module]:
-    """Such convolutions of a backbone that are in none of its stages."""
+    """Yield the convolutions of a backbone that cut patches and are in none of its stages."""
     parts = [name for stage in stages for name in (*stage.blocks, stage.downsample) if name]
     for name, module in model.named_modules():
         if cuts_patches(module) and not hasattr(module, NAME) and not any(inside(name, part) for part in parts):

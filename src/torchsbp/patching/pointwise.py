@@ -1,4 +1,4 @@
-"""Strategies of convolutions whose rows are run again on their own: ConvNeXt blocks and down-sampling of any make."""
+"""Strategies of ConvNeXt blocks and down-sampling layers of any make, which are run again on kept rows."""
 
 from typing import Any
 
@@ -48,9 +48,9 @@ class PointwiseBlock(Replayed, ConvBlock):
 
 @runs(A.Response)
 class Response(Inside):
-    """A global response norm: in a run on kept rows, one constant row with the norm of all others stands for these.
+    """A global response norm. In a run on kept rows, one constant row with the norm of all dropped ones joins them.
 
-    So its statistic has the value of all rows, and a gradient for kept ones.
+    So the statistic keeps its value, that over all rows, and gets gradients from kept ones only.
     """
 
     def forward(self, module: nn.Module, h: Tensor) -> Tensor:

@@ -1,16 +1,16 @@
 """Strategies of blocks that are run again on kept rows by their own modules.
 
-A block's own forward runs twice: first on all rows, without recording; again on the kept rows, for the gradient. While
+A block's own forward runs twice: first on all rows, without autograd; again on the kept rows, for the gradient. While
 it runs, its strategy holds a ``Replay``, in which the first run records what the second recalls. Parts of the block
-(mixers, stochastic depth, a shortcut), which are sites too, look there. Outside of a run they are what they were.
+that are sites too (mixers, stochastic depth, a shortcut) find it there; outside of a run they behave as if unpatched.
 
 | rows | recompute | compiled | the block is |
 |------|-----------|----------|--------------|
-| all  | no        |          | recorded by autograd, as it is |
+| all  | no        | any      | recorded by autograd, as it is |
 | all  | yes       | yes      | checkpointed |
-|      | yes       | no       | replayed in backward |
-| kept | yes       | yes      | grafted: the second run is recorded now, checkpointed |
-| kept | no        |          | grafted: the second run is recorded now |
+| any  | yes       | no       | replayed: the second run takes place in backward |
+| kept | yes       | yes      | grafted: the second run is recorded by autograd now, checkpointed |
+| kept | no        | any      | grafted: the second run is recorded by autograd now |
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,8 +34,8 @@ from .site import Strategy, original
 
 
 class Positions(NamedTuple):
-    """The positions of a block's output: their number, where they begin in it (``dim``, as in ``rows.channels_last``),
-    and whether samples share those that are kept."""
+    """The positions of a block's output: their number, the dimension at which they begin (``dim``, as in
+    ``rows.channels_last``), and whether samples share the kept ones."""
 
     n: int
     dim: int
@@ -44,10 +44,11 @@ class Positions(NamedTuple):
 
 @dataclass
 class Replay:
-    """One run of a block's own forward: the first, on all rows, or ``again``, on kept ones (None: all).
+    """One run of a block's own forward: the first, on all rows, or ``again``, on the kept ``rows`` (None: all).
 
     ``x`` is the block's input, all rows. ``records`` has what the first run leaves for the second, by the name of the
-    part: random factors, statistics of all rows. ``shortcut`` is what the residual path has made of x before.
+    part: random factors, statistics of all rows. ``shortcut`` is the output of the module on the residual path, which
+    runs before the block.
     """
 
     x: Tensor
@@ -61,7 +62,7 @@ class Replay:
         self.records.setdefault(name, []).append(value)
 
     def recall(self, name: str) -> Tensor:
-        """What the part recorded; if it did so more than once, call after call."""
+        """Return what the part recorded; if it recorded several times, one record after the other."""
         left = self.records[name]
         return left[0] if len(left) == 1 else left.pop(0)
 
@@ -74,15 +75,16 @@ class Replay:
 
     @property
     def positions(self) -> Tensor:
-        """Kept positions, ``[B, k]``, or ``[1, k]`` where samples share them."""
+        """The kept positions, ``[B, k]``, or ``[1, k]`` where samples share them."""
         assert self.rows is not None
         rows = self.rows.view(self.x.shape[0], -1)
         return (rows[:1] if self.where.shared else rows) % self.where.n
 
 
 class Call(NamedTuple):
-    """One training forward of a replayed block: its first run, what the second one needs of the input, the tensor on
-    the residual path (which has its gradient from dropped rows), the kept rows, and the block's other arguments."""
+    """One training forward of a replayed block: its first run, what the second one needs of the input (``seen``), the
+    tensor on the residual path (which gets the gradient of dropped rows), the kept rows, and the block's other
+    arguments."""
 
     first: Replay
     seen: Tensor
@@ -95,7 +97,7 @@ class Call(NamedTuple):
 
 @dataclass
 class Replayed(SampledBlock):
-    """A module whose value is that of its own parts on all rows and whose gradient comes from a run on kept rows."""
+    """A module whose output comes from a run on all rows, and whose gradient comes from a run on kept rows."""
 
     replay: Replay | None = None
 
@@ -111,15 +113,16 @@ class Replayed(SampledBlock):
             self.replay = None
 
     def compute(self, module: nn.Module, x: Tensor, rows: R.Rows, *args: Any, **kwargs: Any) -> Tensor:
-        """What the module's own parts give: in its own layout for all rows, ``[B, k, C]`` for kept ones."""
+        """Run the module's own parts. The output has the module's layout for all rows, ``[B, k, C]`` for kept ones."""
         raise NotImplementedError
 
     def repeatable(self, first: Replay) -> bool:
-        """A part that draws twice counts its calls, which a checkpointed region of a compiled graph must not."""
+        """Whether the second run may be checkpointed in a compiled graph: not if a part recalls several records in
+        turn, which changes state."""
         return all(len(recorded) == 1 for recorded in first.records.values())
 
     def execute(self, module: nn.Module, call: Call) -> Tensor:
-        """The module's value, with the gradient of its second run: one way of those in the table above."""
+        """Return the module's output, with the gradient of its second run, in one of the ways of the table above."""
         compiling, recompute = torch.compiler.is_compiling(), call.options.recompute
         if call.rows is None and not recompute:
             return recorded(self, module, call)
@@ -149,7 +152,8 @@ def grafted(block: Replayed, module: nn.Module, call: Call) -> Tensor:
 
 
 def second_run(block: Replayed, module: nn.Module, call: Call, seen: Tensor) -> Tensor:
-    """Recorded now. In a compiled graph, where nothing can be differentiated twice, it may be checkpointed."""
+    """Run the block on kept rows, recorded by autograd. In eager mode a second derivative is refused; compiled graphs
+    have none, and there the run may be checkpointed."""
     if not torch.compiler.is_compiling():
         again, tensors = Again.of(block, module, call)
         seen, *tensors = differentiable_once(seen, *tensors)
@@ -171,7 +175,7 @@ def first_run(block: Replayed, module: nn.Module, call: Call) -> Tensor:
 
 @dataclass(frozen=True)
 class Again:
-    """The second run of a block as a function of its input, the kept rows, its records, arguments and parameters."""
+    """The second run of a block as a function of its input, the kept rows, the records, arguments and parameters."""
 
     block: Replayed
     module: nn.Module
@@ -183,7 +187,7 @@ class Again:
 
     @classmethod
     def of(cls, block: Replayed, module: nn.Module, call: Call) -> tuple["Again", list[Tensor]]:
-        """The function, and the tensors to call it with."""
+        """Return the function, and the tensors to call it with."""
         leaves, spec = tree_flatten((call.args, call.kwargs))
         parameters = dict(module.named_parameters(remove_duplicate=False))
         records = [(name, value) for name, values in call.first.records.items() for value in values]
@@ -206,7 +210,7 @@ class Again:
 
 @contextmanager
 def replaced(module: nn.Module, names: Sequence[str], tensors: Sequence[Tensor]) -> Iterator[None]:
-    """The module with other tensors in the place of its parameters."""
+    """Put other tensors in the place of the module's parameters."""
     paths = [name.rpartition(".") for name in names]
     homes = [(module.get_submodule(path)._parameters, name) for path, _, name in paths]
     before = [home[name] for home, name in homes]
@@ -253,18 +257,18 @@ class Residual(Replayed):
 
 
 def first_of(y: Any) -> Any:
-    """The output of a block that may return more beside it."""
+    """Return the output of a block that may return a tuple, with its output first."""
     return y[0] if isinstance(y, tuple) else y
 
 
 def tokens(column: Tensor, dim: int) -> Tensor:
-    """Kept rows as ``[B, k, C]``, from a map of one column or as they are."""
+    """Return kept rows as ``[B, k, C]``; they may be given as a map of one column."""
     return R.channels_last(column, dim).flatten(1, -2)
 
 
 @dataclass
 class Inside(Strategy):
-    """A part of a replayed block, and what it is there."""
+    """The strategy of a part of a replayed block; ``part`` describes it."""
 
     block: nn.Module
     part: Any
@@ -281,7 +285,7 @@ class Inside(Strategy):
 
 @runs(A.Mixer)
 class Mixer(Inside):
-    """A part in which rows meet: in a run on kept rows, it attends from these to all rows."""
+    """A part in which rows meet. In a run on kept rows, these attend to all rows."""
 
     def forward(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         replay, forward = self.replay, original(module)
@@ -290,7 +294,7 @@ class Mixer(Inside):
         mixer: A.Mixer = self.part
         assert replay.rows is not None
         everything = x if mixer.whole else mixer.input_of(self.block, R.new_value(replay.x))
-        others = [everything if arg is x else arg for arg in args]  # keys and values, which are x as queries are
+        others = [everything if arg is x else arg for arg in args]  # keys and values, if they are x as queries are
         named = {name: everything if arg is x else arg for name, arg in kwargs.items()}
         attention = kept_query_attention_of(module, named)
         if attention is not None:
@@ -304,7 +308,7 @@ class Mixer(Inside):
 
 @runs(A.Source)
 class Source(Inside):
-    """The module from which a mixer is given all rows, also in a run on kept ones."""
+    """The module before a mixer, which gives it all rows, also in a run on kept ones."""
 
     def forward(self, module: nn.Module, x: Tensor) -> Tensor:
         replay = self.replay
@@ -313,7 +317,8 @@ class Source(Inside):
 
 @runs(A.Shortcut)
 class Shortcut(Inside):
-    """The module on the residual path, which has run before the block: all of its rows, or the kept ones."""
+    """The module on the residual path. It has run before the block; inside of a run it returns that output, at all rows
+    or at the kept ones."""
 
     def forward(self, module: nn.Module, x: Tensor) -> Any:
         replay = self.replay
@@ -324,7 +329,7 @@ class Shortcut(Inside):
 
 @runs(A.Draw)
 class Draw(Inside):
-    """Stochastic depth, or dropout that sees no rows: its factor is drawn in the first run and used in both."""
+    """Stochastic depth, or dropout that does not see rows: its factor is drawn in the first run and used in both."""
 
     def forward(self, module: nn.Module, x: Tensor) -> Tensor:
         replay, forward = self.replay, original(module)

@@ -21,8 +21,8 @@ from .site import Site, Strategy, original, refuse
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a block is sampled: the masks of its backbone, its number among their sites (None: exact), the attention
-    rule, and what its backward does (the fields of ``SBPConfig``)."""
+    """How a block is sampled: the masks of its backbone, its number among their sites (None: it is exact), the rule of
+    its attention, and options of its backward pass, as in ``SBPConfig``."""
 
     masks: Masks
     site: int | None
@@ -32,7 +32,7 @@ class Sampling:
     recompute: bool
     capture: bool
     spare: bool
-    """all blocks recompute: memory comes first"""
+    """Whether all blocks recompute, so that memory comes first."""
 
     def kept(self, batch: int, positions: int) -> Kept:
         return Kept() if self.site is None else self.masks.kept(self.site, batch, positions)
@@ -41,7 +41,7 @@ class Sampling:
         weight_scale, row_weight, prefix = 1.0, None, self.masks.prefix
         patches = None if kept.marks is None else kept.marks.shape[1]
         if kept.rows is not None:
-            patches = index(kept.rows.shape[0] // batch) - prefix  # a constant, also where the batch is not
+            patches = index(kept.rows.shape[0] // batch) - prefix  # a constant, even if the batch size is not
             if self.scale == "weight":
                 weight_scale = batch * positions / kept.rows.shape[0]
         if patches is not None and self.scale == "rows":
@@ -54,7 +54,7 @@ Runs = TypeVar("Runs", bound=type[Any])
 
 
 def runs(*kinds: type) -> Callable[[Runs], Runs]:
-    """The strategy for modules that are described so. It has ``of(part, block, sampling)``."""
+    """Register a strategy for these kinds of descriptions. It is made by its ``of(part, block, sampling)``."""
 
     def register(strategy: Runs) -> Runs:
         STRATEGIES.update(dict.fromkeys(kinds, strategy))
@@ -64,14 +64,14 @@ def runs(*kinds: type) -> Callable[[Runs], Runs]:
 
 
 def strategy_for(part: Any, block: nn.Module, sampling: Sampling) -> Strategy:
-    """The nearest of the classes of a description decides."""
+    """Make the strategy that is registered for the class of a description, or for the nearest class it derives from."""
     strategy = next(STRATEGIES[kind] for kind in type(part).__mro__ if kind in STRATEGIES)
     return strategy.of(part, block, sampling)
 
 
 @dataclass
 class SampledBlock(Strategy):
-    """A module whose training forward runs one of the ops."""
+    """The strategy of a module whose training forward runs one of the ops."""
 
     description: Any
     sampling: Sampling
@@ -106,12 +106,12 @@ class SampledBlock(Strategy):
         raise NotImplementedError
 
     def check(self, module: nn.Module) -> None:
-        """A block that was changed since ``apply`` is refused instead of misread."""
+        """Raise UsageError if the block was changed since ``apply``, so that its description misreads it."""
         refuse(module, list(self.description.problems(module)) or list(unbound(self.description, module)))
 
 
 def unbound(description: Any, block: nn.Module) -> Iterator[str]:
-    """Parts that were put into a patched block later: they do not know when they see kept rows only."""
+    """Yield a problem for parts that were put into the block after ``apply``: they would take kept rows for all."""
     names = {module: name for name, module in block.named_modules()}
     for part, _ in description.bindings(block):
         sites = [module.sbp for module in part.modules() if isinstance(module, Site)]  # a part may have been wrapped
@@ -120,7 +120,7 @@ def unbound(description: Any, block: nn.Module) -> Iterator[str]:
 
 
 def refuse_attentions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """An error if attention weights are asked for: what is collected of a sampled block would be none, or constants."""
+    """Raise UsageError if attention weights are asked for: a sampled block would give none, or constants."""
     if kwargs.get("output_attentions") or asked_by_position(module, args) or attentions_are_recorded():
         raise UsageError(
             f"output_attentions=True is not possible in training ({type(module).__name__} is patched by torchsbp: its "
@@ -137,7 +137,7 @@ def asked_by_position(module: nn.Module, args: tuple[Any, ...]) -> bool:
 
 
 def attentions_are_recorded() -> bool:
-    """Whether transformers is collecting them just now; a compiler does not follow that."""
+    """Whether transformers is collecting attention weights just now; ``torch.compile`` can't trace that question."""
     if torch.compiler.is_compiling():
         return False
     collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)

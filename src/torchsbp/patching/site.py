@@ -1,7 +1,8 @@
 """A patched module: one mixin before its own class, and a strategy that says what it does in training.
 
-Eval mode, ``no_grad`` and everything else are the module's own. Parameters are read from the module at every call, so
-copies and sharding are seen; that its parts are still those the ops know is checked whenever it enters training mode.
+In eval mode, under ``no_grad`` and in everything else the module does what its own class does. Parameters are read at
+every call, so copies and sharding are followed. Whenever the module enters training mode, its strategy checks that the
+module's parts are still those that it knows.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ if TYPE_CHECKING:
 
 
 class Strategy:
-    """What a patched module does, by itself what its own class does. It is the module's ``sbp``."""
+    """What a patched module does: here, what its own class does. It is the module's attribute ``sbp``."""
 
     input = ""
-    """The name of the first argument of the module's own forward, which comes to a strategy by position always."""
+    """The name of the first argument of the module's own forward. A strategy always gets that argument by position."""
 
     def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return original(module)(*args, **kwargs)
 
     def check(self, module: nn.Module) -> None:
-        """Raise if the module can't be trained any more as it was described."""
+        """Raise UsageError if the module is no longer as it was described."""
 
 
 class Site(nn.Module):
-    """Stands before the class of a patched module. A name defined here would hide a part of that name in the module's
-    own class, so there are three: forward, train and sbp."""
+    """The mixin before the class of a patched module. A name that is defined here hides the same name in the module's
+    own class, so there are only three: forward, train and sbp."""
 
-    sbp: Strategy = Strategy()  # of modules that are made by calling a patched one's class, as peft makes LoRA's
+    sbp: Strategy = Strategy()  # for modules made by calling a patched module's class, as peft does for LoRA
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not args and self.sbp.input in kwargs:
@@ -56,7 +57,7 @@ class Site(nn.Module):
 
 
 def original(module: nn.Module) -> Callable[..., Any]:
-    """The forward of the module's own class."""
+    """Return the forward of the module's own class."""
     return super(Site, module).forward  # type: ignore[misc]
 
 
@@ -64,7 +65,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def bound_class(base: type[nn.Module]) -> type[nn.Module]:
-    """The class of a patched module whose own is ``base``."""
+    """Return the class of patched modules whose own class is ``base``."""
     if base not in _CLASSES:
         body = {"sbp_origin": base, "__module__": base.__module__, "__doc__": base.__doc__}
         _CLASSES[base] = type(f"SBP{base.__name__}", (Site, base), body)
@@ -92,12 +93,12 @@ def patched_modules(model: nn.Module) -> Iterator[tuple[str, Site]]:
 
 
 def recomputing() -> bool:
-    """Inside a backward pass, where activation checkpointing repeats a forward: its masks are the ones drawn then."""
+    """Whether a backward pass is running. Activation checkpointing repeats forwards there, which keep their masks."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def refuse(module: nn.Module, problems: list[str]) -> None:
-    """An error if there are any."""
+    """Raise UsageError if there are any problems."""
     if problems:
         raise UsageError(
             f"{type(module).__name__} was changed after torchsbp.apply: {'; '.join(problems)}. Call "

@@ -1,4 +1,4 @@
-"""What ``apply`` finds in a model: its backbones, their blocks, which are sampled, and what speaks against it."""
+"""What ``apply`` finds in a model: its blocks, which of them are sampled, and why some can't be patched."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ Config = TypeVar("Config", SBPConfig, SBPConfig | str | None)
 
 @dataclass
 class Found:
-    """A block or down-sampling layer: its name, stage and description, its ratio's place over depth (None: not
-    sampled), and what speaks against it."""
+    """A block or down-sampling layer: its name, stage and description, the place of its keep-ratio over depth (None: it
+    is not sampled), and the reasons why it can't be patched."""
 
     name: str
     module: nn.Module
@@ -34,8 +34,8 @@ class Found:
 
 
 def resolved_for(model: nn.Module, config: Config) -> Config:
-    """An ``SBPConfig`` with the numbers that ``apply`` puts in the place of a name, for a model; as it is where its
-    backbones differ in that, and anything else too."""
+    """Replace a keep-ratio that is a name by what ``apply`` makes of it for a model. A configuration that means other
+    things for each of its backbones is returned as it is, and so is anything that is no ``SBPConfig``."""
     if not isinstance(config, SBPConfig):
         return config
     found = [resolved(config, adapter.recommended_for(its)) for _, its, adapter, _ in find_backbones(model)]
@@ -43,7 +43,7 @@ def resolved_for(model: nn.Module, config: Config) -> Config:
 
 
 def survey(model: nn.Module, adapter: Adapter, layout: Layout, config: SBPConfig) -> list[Found]:
-    """The modules that ``apply`` would patch, in the order they run, each with its problems."""
+    """Return the modules that ``apply`` would patch, in the order they run, each with its problems."""
     stages = layout.stages_of(model)
     sampled = choose_blocks(model, adapter, stages, config)
     found: list[Found] = []
@@ -71,7 +71,7 @@ def survey(model: nn.Module, adapter: Adapter, layout: Layout, config: SBPConfig
 
 
 def problems_of(its: Found, before: list[Found], config: SBPConfig) -> list[str]:
-    """Why a described module can't be patched, one sentence each."""
+    """Return why a described module can't be patched, one sentence for each reason."""
     problems = [f"{its.name} is the same module as {other.name}" for other in before if other.module is its.module][:1]
     problems += [f"{its.name}: {problem}" for problem in its.description.problems(its.module)]
     for module, _ in its.description.bindings(its.module) if not problems else ():
@@ -83,7 +83,8 @@ def problems_of(its: Found, before: list[Found], config: SBPConfig) -> list[str]
 
 
 def gated_twice(name: str, config: SBPConfig) -> Iterator[str]:
-    """No residual path leads around a down-sampling layer: it gates all that is below, and so does the next one."""
+    """Yield a problem if options do not go with a sampled down-sampling layer. No residual path leads around such a
+    layer: it gates all that is below, and so does the next one."""
     given = ['scale="rows"'] * (config.scale == "rows") + ["per_block=True"] * (config.per_block is True)
     if given:
         yield (
@@ -93,13 +94,13 @@ def gated_twice(name: str, config: SBPConfig) -> Iterator[str]:
 
 
 def name_taken(name: str, module: nn.Module) -> Iterator[str]:
-    """Whether the module, which is not patched yet, has a part of the name that patching uses."""
+    """Yield a problem if a module that is not patched has an attribute of the name that patching uses."""
     if hasattr(module, NAME) and not isinstance(module, Site):
         yield f"{name}: a part of it is called {NAME!r}, the name that torchsbp needs; rename it"
 
 
 def choose_blocks(model: nn.Module, adapter: Adapter, stages: list[Stage], config: SBPConfig) -> set[str]:
-    """The names of the sampled blocks, from the option ``blocks``."""
+    """Return the names of the blocks that the option ``blocks`` chooses."""
     by_stage = [[name for name in stage.blocks if adapter.sampled(find(model, name))] for stage in stages]
     names = [name for stage in by_stage for name in stage]
     if not names:
@@ -125,7 +126,7 @@ def filtered(wanted: Callable[[str, nn.Module], bool], name: str, block: nn.Modu
 
 
 def matches(item: object, names: list[str]) -> list[str]:
-    """The blocks that an index or a pattern means."""
+    """Return the names of the blocks that an index or a pattern means."""
     if isinstance(item, Integral) and -len(names) <= int(item) < len(names):
         return [names[int(item)]]
     found = [name for name in names if isinstance(item, str) and fnmatch(name, item)]
@@ -135,7 +136,7 @@ def matches(item: object, names: list[str]) -> list[str]:
 
 
 def refuse_problems(adapter: Adapter, found: list[Found]) -> None:
-    """An error that lists every reason why the modules can't be patched."""
+    """Raise UsageError with the reasons why modules can't be patched, if there are any; at most twelve are listed."""
     problems = [problem for its in found for problem in its.problems]
     if problems:
         shown = "\n  ".join(problems[:12]) + (f"\n  … and {len(problems) - 12} more" if len(problems) > 12 else "")
@@ -143,7 +144,7 @@ def refuse_problems(adapter: Adapter, found: list[Found]) -> None:
 
 
 def nothing_found(model: nn.Module) -> str:
-    """Why a model without a known backbone is refused, and the way out."""
+    """Return why a model without a known backbone is refused, and the way out."""
     known = [(name, module, a) for name, module in model.named_modules() for a in ADAPTERS if a.knows(module)]
     if known:
         name, module, adapter = known[0]

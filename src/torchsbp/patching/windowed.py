@@ -1,5 +1,5 @@
-"""Strategies of blocks with attention in windows: known part by part, or run again on kept rows, with a norm behind
-their second sum."""
+"""Strategies of blocks with attention in windows, known part by part or run again on kept rows, and of a norm behind
+their last sum."""
 
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from .site import Site, original
 
 @runs(A.WindowBlock)
 class WindowBlock(TransformerBlock):
-    """A block that is known part by part."""
+    """A block with attention in windows that is known part by part."""
 
     takes_arguments = True
 
@@ -31,7 +31,7 @@ class WindowBlock(TransformerBlock):
             parts.check_call(module, grid, kwargs)
         partition = parts.partition(module, grid, bool(kwargs.get(parts.fixed)))
         cut = cut_all(partition, x.device) if kept.windows is None else kept.windows.cut
-        # Before stochastic depth is drawn: it may be random, and the block's own forward has this order.
+        # Before stochastic depth is drawn, as in the block's own forward: the bias may be random.
         bias = parts.score_bias(find(module, parts.attention), partition.window).flatten(0, -3)
         block = self.parts(module, x)
         block = block._replace(attention=block.attention._replace(score_bias=bias))
@@ -40,14 +40,14 @@ class WindowBlock(TransformerBlock):
 
 
 def grid_of(x: Tensor, *args: Any, **kwargs: Any) -> Grid:
-    """That of a map, or the one with which transformers gives tokens."""
+    """Return the grid of a map, or the one that transformers passes along with tokens."""
     return tuple(x.shape[1:-1]) if x.dim() > 3 else tuple(args[0] if args else kwargs["input_dimensions"])
 
 
 @runs(A.Last)
 class Last(Inside):
-    """A norm behind a block's last sum. In training the block leaves it out and its strategy applies it: it is not
-    sampled, and the block is ``x + …``."""
+    """A norm behind a block's last sum. In training it does nothing inside of the block, which is ``x + …`` then; the
+    block's strategy applies it afterwards, to all rows, since it is not sampled."""
 
     def forward(self, module: nn.Module, x: Tensor) -> Tensor:
         return x if self.block.training or self.replay is not None else original(module)(x)
@@ -55,7 +55,7 @@ class Last(Inside):
 
 @runs(A.Windowed)
 class Windowed(Residual):
-    """A block with attention in windows: its own forward for all rows, and for kept rows what is described."""
+    """A block with attention in windows: all rows go through its own forward, kept rows through the described parts."""
 
     def forward(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         y = super().forward(module, x, *args, **kwargs)
@@ -71,7 +71,7 @@ class Windowed(Residual):
         return (y, None) if parts.pair else y
 
     def windows(self, x: Tensor) -> Windows | None:
-        """Where the kept rows are in the windows; None if all are kept."""
+        """Return where the kept rows are in the windows, None if all are kept."""
         return self.sampling.kept(x.shape[0], R.count(x, self.description.dim)).windows
 
     def compute(
@@ -83,7 +83,7 @@ class Windowed(Residual):
         return self.kept_rows(module, R.new_value(x.flatten(1, -2)), rows, windows)
 
     def kept_rows(self, module: nn.Module, x: Tensor, rows: Tensor, windows: Windows) -> Tensor:
-        """The block for kept rows, given all rows ``[B, n, C]``."""
+        """Return the block's output at kept rows, given all rows ``[B, n, C]``."""
         parts: A.Windowed = self.description
         before, behind = self.around(module, parts.attention_norm)
         source = before(x)
@@ -99,12 +99,12 @@ class Windowed(Residual):
         return kept + self.dropped(behind(y), parts.mlp_drop, -1, windows)
 
     def around(self, module: nn.Module, norm: str) -> tuple[Any, Any]:
-        """What stands before a branch and what behind it."""
+        """Return what stands before a branch and what behind it: one is the norm, the other does nothing."""
         return (nothing, find(module, norm)) if self.description.post_norm else (find(module, norm), nothing)
 
     def dropped(self, y: Tensor, name: str, call: int, windows: Windows) -> Tensor:
-        """Times the factor that stochastic depth drew in the first run, of one module's two calls the given one; for
-        every sample, or for every window where the block drops before it joins them."""
+        """Multiply y by the factor that stochastic depth drew in the first run: in the given ``call`` of the module,
+        which both branches may share; per sample, or per window in a block that drops before it joins windows."""
         assert self.replay is not None
         factors = self.replay.records.get(name)
         if factors is None:

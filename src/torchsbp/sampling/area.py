@@ -1,7 +1,8 @@
-"""Where images end: positions of padding come last in an order, so that none is kept while image is left.
+"""Where images end in padded batches. Padding comes last in an order: none is kept while there is image left.
 
-Images ``[h, w]`` lie in the upper left corner of a padded batch ``[H, W]``. A position of a grid ``[g, …]`` belongs to
-its image if it sees a pixel of it: i·H < h·g, in height and width; frames come before these.
+An image of size (h, w) lies in the upper left corner of a batch padded to (H, W). Position i of g along the height
+belongs to the image if it sees a pixel of it, i·H < h·g, and likewise along the width. In grids of videos, frames are
+the dimension before these two.
 """
 
 import math
@@ -16,14 +17,14 @@ Grid = tuple[int, ...]
 
 
 class Images(NamedTuple):
-    """The sizes ``[B, 2]`` of images, height and width, and the size that they are padded to."""
+    """The sizes ``[B, 2]`` of images, height and width, and the size to which they are padded."""
 
     sizes: Tensor
     padded: Grid
 
 
 def outside(images: Images, grid: Grid) -> Tensor:
-    """True at the positions of a grid that see nothing of their image, ``[B, n]``."""
+    """Return True at the positions of a grid that see nothing of their image, ``[B, n]``."""
     sizes, (height, width) = images.sizes, images.padded
     *frames, h, w = grid
     below = _scaled(h, height, sizes.device) >= sizes[:, :1] * h
@@ -34,11 +35,11 @@ def outside(images: Images, grid: Grid) -> Tensor:
 
 @constant
 def _scaled(n: int, pixels: int, device: torch.device) -> Tensor:
-    """i·H, ``[n]``."""
+    """Return i·H for i = 0 … n − 1, ``[n]``; H is ``pixels``."""
     return torch.arange(n, device=device) * pixels
 
 
 def images_first(order: Tensor, outside: Tensor) -> Tensor:
-    """The order ``[1 or B, n]`` with the positions of images before those of padding ``[B, n]``, for each of them."""
+    """Return the order ``[1 or B, n]`` for each image, ``[B, n]``: positions ``outside`` of the image come last."""
     order = order.expand(len(outside), -1)
     return order.gather(1, outside.gather(1, order).to(torch.int8).argsort(dim=1, stable=True))

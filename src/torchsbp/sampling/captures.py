@@ -1,8 +1,8 @@
-"""Drawing as one launch: what a GPU draws time and again is captured in a CUDA graph and replayed.
+"""Masks drawn in one launch: what a GPU draws again and again is captured in a CUDA graph and replayed.
 
-Masks are many small kernels, hundreds for a Swin: more of the CPU's time than of the GPU's. They are a
-function of the step counter on the device, and of the images' sizes, which are copied to where a graph reads them. So a
-replay draws those of the next step.
+Masks take many small kernels, hundreds for a Swin, which the CPU needs longer to launch than the GPU to run. They are a
+function of the step counter, which is on the device, and of image sizes, which are copied to where a graph reads them.
+So a replay draws the masks of the next step.
 """
 
 from collections import OrderedDict
@@ -21,13 +21,13 @@ from ..ops.graphs import Pool
 
 Drawn = TypeVar("Drawn")
 HELD = 32
-"""graphs of one backbone, in compiled steps of all: image sizes, batches"""
+"""The most graphs that are held for one backbone, or for all in compiled steps: one per image size, batch size, …"""
 ALIGNED = 16
-"""bytes, as Triton's kernels like addresses"""
+"""Addresses are multiples of so many bytes: Triton has faster kernels for these."""
 
 
 class Part(NamedTuple):
-    """Where a tensor lies among the bytes of all."""
+    """Where a tensor lies among the bytes of all packed tensors."""
 
     begin: int
     end: int
@@ -36,8 +36,8 @@ class Part(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A tree whose tensors are bytes, one behind the other: ``parts`` says where, ``numbers`` which of them every leaf
-    is, ``leaves`` has what is none. ``constants`` are held."""
+    """A tree whose tensors lie one behind the other in ``content``: ``parts`` says where. ``numbers`` says which part a
+    leaf of the tree is; if it is None, the leaf is in ``leaves``. ``constants`` are kept alive."""
 
     content: Tensor
     parts: list[Part]
@@ -47,14 +47,14 @@ class Packed(NamedTuple):
     constants: list[Any]
 
     def copy(self) -> Any:
-        """The tree, with tensors of its own: what is packed may change afterwards."""
+        """Return the tree with tensors of its own: the packed ones change in the next replay."""
         tensors = views(self.content.clone(), self.parts)
         pairs = zip(self.numbers, self.leaves, strict=True)
         return tree_unflatten([leaf if number is None else tensors[number] for number, leaf in pairs], self.spec)
 
 
 def pack(tree: Any, constants: list[Any], device: torch.device) -> Packed:
-    """Constants stay as they are. What is there twice is packed once."""
+    """Pack a tree. Constants stay as they are, and a tensor that occurs twice is packed once."""
     leaves, spec = tree_flatten(tree)
     constant = {id(leaf) for leaf in tree_leaves(constants)}
     packed = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in constant}
@@ -77,13 +77,13 @@ def views(content: Tensor, parts: list[Part]) -> list[Tensor]:
 
 
 Pack = Callable[[Any, list[Any], torch.device], Any]
-"""Of a tree, constants in it and a device: what has a ``copy``."""
+"""(tree, constants in it, device) -> an object with a method ``copy``."""
 Key = tuple[StorageWeakRef, int, torch.device, int, Hashable]
-"""The step counter's memory, device and stream, and what else decides."""
+"""The step counter's storage and address, device, stream, and all else that masks depend on."""
 
 
 class Captured(NamedTuple):
-    """What draws again, what it draws, and where it reads the images' sizes."""
+    """A graph: ``replay`` draws anew into ``packed``, and reads the sizes of images from ``sizes``."""
 
     replay: Callable[[], None]
     packed: Any
@@ -97,8 +97,8 @@ class Captured(NamedTuple):
 
 
 class Captures:
-    """The graphs by what they depend on: the first time something is drawn as it stands, the second time captured. A
-    copy of a model has its own. ``pack`` says how that is held which a graph draws, and copied."""
+    """Graphs, by what they depend on. The first time, masks are drawn without one; the second time, this is captured.
+    A copy of a model begins without graphs. ``pack`` says how the results of a graph are held and copied."""
 
     def __init__(self, pack: Pack = pack) -> None:
         self.pack = pack
@@ -111,7 +111,7 @@ class Captures:
     def drawn(
         self, draw: Callable[[Tensor | None], Drawn], sizes: Tensor | None, step: Tensor, depends: Hashable
     ) -> Drawn:
-        """What ``draw`` gives for these sizes; it reads them, the step counter, and nothing else that changes."""
+        """Return ``draw(sizes)``, from a graph if possible: ``draw`` reads nothing that changes but sizes and step."""
         if not step.is_cuda or _get_current_dispatch_mode() is not None or torch.cuda.is_current_stream_capturing():
             return draw(sizes)
         stream = torch.cuda.current_stream(step.device).cuda_stream
@@ -127,7 +127,7 @@ class Captures:
         return captured.drawn(sizes)
 
     def let_go(self) -> None:
-        """Of graphs whose step counter is gone, with its model."""
+        """Delete the graphs whose step counter is gone, with its model."""
         for key in [key for key in self.graphs if key[0].expired()]:
             del self.graphs[key]
 

@@ -1,4 +1,4 @@
-"""What a training forward keeps: a function of its step, its batch and its images' sizes, all else is a plan."""
+"""What a training forward keeps: a function of its step, its batch, the sizes of its images, and a plan."""
 
 import math
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from .windows import Grid, Partition
 
 class Kept(NamedTuple):
     """What a site keeps: rows, their inverse (where a device wants it), heads, and where the rows are in the windows of
-    its attention. None: all; no windows. Where rows are chosen in backward, the ``marks [B, k]`` of ``ops/chosen.py``
-    instead of them."""
+    its attention. None means all of them, or no windows. If rows are chosen in backward, ``marks [B, k]`` take their
+    place (``ops/chosen.py``)."""
 
     rows: Tensor | None = None
     inverse: Tensor | None = None
@@ -31,7 +31,7 @@ class Kept(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Orders of the positions of a grid, one per mask, as they were drawn for these ratios with that key."""
+    """Orders of the positions of a grid, one per mask, with the ratios and the key from which they were drawn."""
 
     order: Tensor
     grid: Grid
@@ -40,8 +40,7 @@ class Order(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a forward brings: its batch, the step counter, and where its images end (None: nowhere before the batch
-    does)."""
+    """What a forward brings: its batch size, the step counter, and the sizes of its images (None: without padding)."""
 
     batch: int
     step: Tensor
@@ -49,8 +48,8 @@ class Given(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """A sampled module: its stage, its number of heads (0 where heads are not sampled), its keep-ratio, and the windows
-    that its grid is cut into (None: there are none)."""
+    """A sampled module: its stage, its number of heads (0 if heads are not sampled), its keep-ratio, and the windows
+    that its grid is cut into (None: it has none)."""
 
     stage: int
     heads: int
@@ -60,7 +59,7 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known before a forward: how its masks are drawn, the grid of every stage, and who keeps what share."""
+    """What is known before a forward: how masks are drawn, the grid of every stage, and what share each site keeps."""
 
     sampler: str | samplers.Sampler
     seed: int
@@ -71,7 +70,7 @@ class Plan:
     sites: tuple[Sampled, ...]
 
     def draw(self, given: Given) -> tuple[Kept, ...]:
-        """What every site keeps, from (seed, step, rank)."""
+        """Return what every site keeps, from (seed, step, rank)."""
         ratios = tuple(site.ratio for site in self.sites)
         key = keys.draw_key(self.seed, given.step, rank(), given.batch if self.per_sample is True else 1)
         coarsest = self.grids[max(site.stage for site in self.sites)]
@@ -94,8 +93,8 @@ class Plan:
         return tuple(sites)
 
     def _alike(self, given: Given) -> dict[tuple[int, float, Partition | None, int], list[int]]:
-        """The numbers of the sites whose rows are drawn together: stage, ratio and windows decide about them. Those of
-        windows, and of padded images, have masks of their own one by one."""
+        """Return the numbers of sites by what their rows depend on: stage, ratio and windows. Rows of a group are drawn
+        together. With a mask per block, sites with windows or padded images are each a group of their own."""
         alike: dict[tuple[int, float, Partition | None, int], list[int]] = {}
         for number, (stage, _, ratio, partition) in enumerate(self.sites):
             apart = self.per_block and (partition is not None or given.images is not None)
@@ -107,21 +106,21 @@ class Plan:
         counts = [samplers.count(self.sampler, grid, r) for r in ratios]
         if self.per_sample == "balanced":
             order = samplers.balanced(order, counts, given.batch)
-        if given.images is not None:  # what takes the place of padding differs from step to step
+        if given.images is not None:  # so that the positions that take the place of padding vary from step to step
             order = samplers.shuffle(order, counts, key)
         return Order(order, grid, ratios, key)
 
     def _rows(
         self, given: Given, drawn: Order, stage: int, ratio: float, partition: Partition | None, sites: int = 1
     ) -> list[Kept]:
-        """What so many sites keep, by orders that come site after site."""
+        """Return what each of so many sites keeps; ``drawn`` has their orders, site after site, or one for all."""
         if ratio == 1:
             return [Kept()] * sites
         order, coarse, ratios, key = drawn
         fine, cut = self.grids[stage], None
         order = samplers.enlarge(order, coarse, fine)
         counts = {r: samplers.enlarged_count(samplers.count(self.sampler, coarse, r), coarse, fine) for r in ratios}
-        if partition is not None:  # windows keep a few positions more or less than the order says: not always the same
+        if partition is not None:  # windows keep a few positions more or less than the order says: these must vary
             order = samplers.shuffle(order, tuple(counts.values()), key)
         if given.images is not None:
             order = area.images_first(order, area.outside(given.images, fine))
@@ -138,7 +137,7 @@ class Plan:
         return [Kept(rows, device_of(rows).inverse(rows, given.batch * n), None, cut) for rows in each]
 
     def _marks(self, given: Given, stage: int, ratio: float, own_keys: Tensor) -> list[Kept]:
-        """The same where rows are chosen in backward."""
+        """Return what sites keep if rows are chosen in backward: the marks of ``ops/chosen.py``, site after site."""
         sites, grid = index(own_keys.shape[0] // given.batch), self.grids[stage]
         if ratio == 1:
             return [Kept()] * sites
@@ -147,7 +146,7 @@ class Plan:
         return [Kept(marks=chosen.marks(start, k)) for start in starts.chunk(sites)]
 
     def _heads(self, heads: int, ratio: float, key: Tensor) -> Tensor | None:
-        """Kept heads of a site: a random subset, at least one, the same for the batch."""
+        """Return the kept heads of a site: a random subset, at least one, the same for the whole batch."""
         if not heads or ratio == 1:
             return None
         order = samplers.SAMPLERS["random"]((heads,), (ratio,), key[:1])

@@ -24,11 +24,19 @@ def sbp_frames(
     chunk: int | None = None,
     per_sample: bool | str = False,
 ) -> Tensor:
-    """Encode every frame of ``video [B, T, ...]`` to ``[B, T, ...]``, with gradients through a sampled share of frames.
+    """Encode every frame of ``video [B, T, ...]``, with gradients through a sampled share of the frames only.
 
-    For models that encode frames apart and relate them later. The frames are a pure function of (seed, step, rank),
-    shared by the batch unless ``per_sample`` ("balanced": over the batch, every frame is kept equally often). The
-    others run without gradients, ``chunk`` frames at a time.
+        features = torchsbp.sbp_frames(encoder, video, 0.25, step=step)
+
+    For models that encode frames one by one and relate them later. Return the encoder's outputs, ``[B, T, ...]``.
+
+    - ``encoder``: frames ``[n, ...]`` -> one row for each of them. Batch norm must be in eval mode.
+    - ``keep_ratio``: share of frames that get gradients, in (0, 1].
+    - ``step``: the training step. The kept frames are a pure function of (seed, step, rank).
+    - ``sampler``: "frames" (evenly spread), "frames_jitter", "random", … as in ``SBPConfig``, but not "grid".
+    - ``chunk``: how many of the other frames, over the batch, are encoded at a time, without gradients; None: all.
+    - ``per_sample``: False: all videos of the batch keep the same frames; True: each has its own; "balanced": each has
+      its own, and over the batch every frame is kept equally often.
     """
     expect_sampler(sampler)
     expect_arguments(encoder, video, step, seed, rank, chunk)
@@ -46,7 +54,7 @@ def sbp_frames(
 
 
 def expect_sampler(sampler: object) -> None:
-    """An error if it can't choose among frames."""
+    """Raise UsageError if the sampler can't choose among frames."""
     if callable(sampler):
         check_calls("sampler", sampler, "shape", "ratios", "key")
     if sampler == "grid":
@@ -58,7 +66,7 @@ def expect_sampler(sampler: object) -> None:
 
 
 def expect_arguments(encoder: object, video: object, step: object, seed: object, rank: object, chunk: object) -> None:
-    """An error if one is of another type or size."""
+    """Raise UsageError if an argument has a wrong type or size."""
     if not callable(encoder):
         expect("encoder", encoder, nn.Module, "a module or function of frames [frames, …]")
     expect("video", video, Tensor, "a tensor [batch, frames, …]")
@@ -78,7 +86,7 @@ def expect_arguments(encoder: object, video: object, step: object, seed: object,
 
 
 def expect_per_sample(per_sample: object, sampler: str | samplers.Sampler) -> object:
-    """The same, or an error if it is not allowed."""
+    """Return ``per_sample``, or raise UsageError if it is not allowed."""
     if per_sample not in (False, True, "balanced"):
         raise UsageError(f'per_sample={shown(per_sample)} is not allowed; allowed: False, True, "balanced"')
     if per_sample == "balanced" and not getattr(samplers.resolve(sampler), "cyclic", False):

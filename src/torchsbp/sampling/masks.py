@@ -20,8 +20,8 @@ from .windows import Grid, Partition
 
 @dataclass(frozen=True)
 class SiteSpec:
-    """A sampled module: its name, its stage, its number of heads (0 where heads are not sampled), and how it cuts its
-    grid into windows (None: not at all)."""
+    """A sampled module: its name, its stage, its number of heads (0 if heads are not sampled), and how it cuts its grid
+    into windows (None: not at all)."""
 
     name: str
     stage: int
@@ -30,8 +30,8 @@ class SiteSpec:
 
 
 class Forward(NamedTuple):
-    """A training forward: its batch, the grid of every stage, the keep-ratio of every site, the step counter, and where
-    its images end (None: nowhere before the batch does)."""
+    """A training forward: its batch size, the grid of every stage, the keep-ratio of every site, the step counter, and
+    the sizes of its images (None: without padding)."""
 
     batch: int
     grids: tuple[Grid, ...]
@@ -41,14 +41,14 @@ class Forward(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A training forward whose backward may come: how many nodes autograd had made when its blocks began."""
+    """A training forward whose backward may still come, and how many nodes autograd had made when its blocks began."""
 
     nodes: int
     forward: Forward
 
 
 class Drawn(NamedTuple):
-    """What a training forward keeps, site by site, of its batch and the grid of every stage."""
+    """What a training forward keeps, site by site, with its batch size and the grid of every stage."""
 
     batch: int
     grids: tuple[Grid, ...]
@@ -56,12 +56,12 @@ class Drawn(NamedTuple):
 
 
 class Masks:
-    """One mask per training forward for all layers of a backbone, drawn on the coarsest grid that is sampled; or, if
-    they are drawn ``per_block``, one for each of them, on its own grid.
+    """The masks of a backbone: one per training forward for all sites, drawn on the coarsest grid that is sampled, or,
+    with ``per_block``, one for each site, on its own grid.
 
-    ``shrinks`` has what every stage does to the grid at first; ``ratios`` the keep-ratio of every site, None while a
-    schedule has not been told the step. The step counter is a buffer of the entry module, so that it follows the model
-    to its device. Unless they may be captured (``capture``), masks are drawn as they stand.
+    ``shrinks`` says how the grid shrinks on the way into every stage; ``ratios`` has the keep-ratio of every site, None
+    while a schedule has not been told the step. The step counter is a buffer of the entry module, so that it follows
+    the model to its device. With ``capture`` masks may be drawn by CUDA graphs.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class Masks:
         self.prefix, self.shrinks, self.sites, self.capture = prefix, shrinks, sites, capture
         self.ratios: tuple[float, ...] | None = None
         self.images: Images | None = None  # of the next forward
-        self.pending: Forward | None = None  # masks are not drawn yet
-        self.drawn: Drawn | None = None  # in the last forward
+        self.pending: Forward | None = None  # a forward whose masks are not drawn yet
+        self.drawn: Drawn | None = None  # what the last forward keeps
         self.captures = Captures()
-        self.calls: deque[Call] = deque(maxlen=256)  # of one model before a backward: Siamese use, many crops
+        self.calls: deque[Call] = deque(maxlen=256)  # several before one backward: Siamese use, many crops
 
     def begin(self, batch: int, grid: Grid, step: Tensor) -> None:
-        """A new forward has begun with this first grid. Masks are drawn now, or under no_grad when first needed."""
+        """Begin a forward with this first grid. Masks are drawn now, or under no_grad when they are first needed."""
         images, self.images = self.images, None
         if images is not None and len(images.sizes) != batch:
             raise UsageError(f"set_sizes was told of {len(images.sizes)} images, the model was given {batch}")
@@ -104,11 +104,11 @@ class Masks:
     def _remember(self, forward: Forward) -> None:
         if torch.is_grad_enabled():
             self.calls.append(Call(torch._C._autograd._get_sequence_nr(), forward))
-        else:  # drawn later, perhaps in a backward: the nodes of these blocks do not tell
+        else:  # drawn later, perhaps in a backward: node numbers do not tell which forward it was
             self.calls.clear()
 
     def draw(self) -> None:
-        """Sample what every site keeps from (seed, step, rank), and count the step."""
+        """Draw what every site keeps from (seed, step, rank), and count the step."""
         if self.pending is None:
             raise UsageTimeError(
                 "a sampled block ran before the model's patch embedding or stem: SBP learns the image size there. "
@@ -118,13 +118,13 @@ class Masks:
             raise UsageTimeError(
                 "keep_ratio is a schedule over training: call torchsbp.set_step(model, step) before each step"
             )
-        self.drawn = None  # an error below leaves no rows of another grid behind
+        self.drawn = None  # so that an error below leaves no rows of another grid behind
         self.drawn = self._replayed(self.pending)
         self.pending.step.add_(1)
         self.pending = None
 
     def _replayed(self, forward: Forward) -> Drawn:
-        """Drawn; by a graph where that is allowed and the sampler is ours, in a compiled step by an operator."""
+        """Draw masks: if ``capture`` and the sampler allow it, by a graph, or by an operator in a compiled step."""
         if not self.capture or callable(self.sampler) or keeps_all(forward):
             return self._draw(forward)
         batch, grids, ratios, step, images = forward
@@ -146,7 +146,7 @@ class Masks:
         return Drawn(forward.batch, forward.grids, sites)
 
     def plan(self, forward: Forward) -> Plan:
-        """How masks are drawn for these grids and ratios."""
+        """Return how masks are drawn for these grids and ratios."""
         assert forward.ratios is not None
         sites = []
         for site, ratio in zip(self.sites, forward.ratios, strict=True):
@@ -159,7 +159,7 @@ class Masks:
         return self.prefix + math.prod(grid)
 
     def kept(self, site: int, batch: int, positions: int) -> Kept:
-        """What a site keeps whose input has that many samples and rows per sample."""
+        """Return what a site keeps; raise UsageError if its input does not have the expected samples and positions."""
         drawn = self.of_this_call()
         name, grid = self.sites[site].name, drawn.grids[self.sites[site].stage]
         expected = self.positions(grid)
@@ -175,9 +175,9 @@ class Masks:
         return drawn.sites[site]
 
     def of_this_call(self) -> Drawn:
-        """What was drawn in the last forward; where backward repeats a block of an earlier one, what was drawn there.
+        """Return what the last forward keeps, or, if backward repeats a block of an earlier forward, what that keeps.
 
-        Autograd numbers its nodes: that of the node which runs now tells in which forward it was made.
+        Autograd numbers its nodes: the number of the node that runs now tells which forward made it.
         """
         if self.drawn is None or self.pending is not None:
             self.draw()
@@ -190,7 +190,7 @@ class Masks:
         return self._draw(forward._replace(step=forward.step - later - 1))
 
     def positions_kept(self, drawn: Drawn, site: int, device: torch.device) -> Tensor:
-        """What a site has kept in that forward, ``[B, k]``, ascending; prefix tokens come first."""
+        """Return the positions that a site kept in that forward, ``[B, k]``, ascending; prefix tokens come first."""
         batch, grids, sites = drawn
         if sites[site].marks is not None:
             raise UsageError(

@@ -1,7 +1,8 @@
-"""Drawing in a compiled step: one operator, into which the compiler does not look.
+"""Masks in a compiled step: one operator draws them, into which the compiler does not look.
 
-It would make hundreds of small kernels of what a graph draws in one launch. The operator's name is all that its results
-depend on but tensors, the batch and the rank, written out: every process can read it, and nothing is kept for it.
+The compiler would make hundreds of small kernels of what a CUDA graph draws in one launch. The operator's argument
+``name`` writes out all that its results depend on but tensors, batch size and rank: every process can read it, and
+nothing has to be stored for it.
 """
 
 from ast import literal_eval
@@ -25,18 +26,18 @@ from .drawing import Given, Kept, Plan, Sampled
 from .windows import Grid, Partition
 
 OWN = 5
-"""tensors of a site, the first ones, are drawn; the others follow from its windows and its ratio"""
+"""So many tensors of a site, the first ones, are drawn; the others follow from its windows and its ratio."""
 torch.library.define("torchsbp::draw", "(str name, Tensor step, Tensor? sizes, SymInt batch) -> Tensor[]")
 
 
 def drawn(plan: Plan, given: Given) -> tuple[Kept, ...]:
-    """``plan.draw`` in a compiled step."""
+    """Return ``plan.draw(given)``, in a compiled step."""
     batch, step, images = given
     sites = tuple([(s.stage, s.heads, s.ratio, numbers_in(s.partition)) for s in plan.sites])
     how = plan.sampler, plan.seed, plan.per_sample, plan.per_block, plan.prefix, plan.grids, sites
     name = named(*how, None if images is None else images.padded)
     refusal = refused(name, step.device)
-    if refusal:  # as in eager mode, not inside of the call, where a compiler has its own words for it
+    if refusal:  # as in eager mode; inside of the call the compiler would raise an error of its own
         raise UsageError(refusal)
     tensors = [*call(name, step, None if images is None else images.sizes, batch), None]
     found = []
@@ -46,14 +47,14 @@ def drawn(plan: Plan, given: Given) -> tuple[Kept, ...]:
 
 
 def numbers_in(partition: Partition | None) -> tuple[Any, ...] | None:
-    """A partition as a compiler takes it for a constant."""
+    """Return a partition as numbers, which a compiler takes for constants."""
     if partition is None:
         return None
     return partition.grid, partition.window, partition.shift, partition.pads_first, partition.strided
 
 
 def kept_of(partition: Partition | None, tensors: list[Any]) -> Kept:
-    """What a site keeps, of its tensors as ``tensors_of`` has them."""
+    """Return what a site keeps, from its tensors in the order of ``tensors_of``."""
     rows, inverse, heads, marks, *others = tensors
     if partition is None or not others:
         return Kept(rows, inverse, heads, None, marks)
@@ -77,7 +78,7 @@ def named(*constants: Any) -> str:
 
 @lru_cache(256)
 def plan_of(name: str) -> tuple[Plan, Grid | None]:
-    """What the name says, and the size that images are padded to."""
+    """Return the plan that the name writes out, and the size to which images are padded."""
     sampler, seed, per_sample, per_block, prefix, grids, sites, padded = literal_eval(name)
     found = []
     for stage, heads, ratio, cut in sites:
@@ -86,7 +87,7 @@ def plan_of(name: str) -> tuple[Plan, Grid | None]:
 
 
 class Kind(NamedTuple):
-    """Of a tensor: its precision, and of each size what it is without samples and what every sample adds."""
+    """A tensor's dtype, and for each dimension its size without samples and what every sample adds to it."""
 
     dtype: torch.dtype
     sizes: tuple[tuple[int, int], ...]
@@ -96,8 +97,8 @@ class Kind(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Which of the operator's tensors every site has (-1: none); of each of them where it is first among those of all
-    sites, and its kind."""
+    """``numbers``: which of the operator's tensors every site has (-1: none). ``firsts``: the place of each of these
+    tensors in the list of all sites' tensors, the first if it is there several times. ``kinds``: what each is."""
 
     numbers: tuple[tuple[int, ...], ...]
     firsts: list[int]
@@ -106,7 +107,7 @@ class Layout(NamedTuple):
 
 @lru_cache(256)
 def layout(name: str, device: torch.device) -> Layout:
-    """Every tensor once. What each is can be told when two batches are drawn: sizes grow with them, or do not."""
+    """Find the layout, by drawing two batches without data: sizes that differ between them grow with the batch."""
     two, three = (without_data(name, device, batch) for batch in (2, 3))
     keys = [keys_of(site, kept) for site, kept in zip(plan_of(name)[0].sites, two, strict=True)]
     flat = [key for of_site in keys for key in of_site]
@@ -119,13 +120,13 @@ def layout(name: str, device: torch.device) -> Layout:
 
 
 def keys_of(site: Sampled, kept: Kept) -> list[Hashable]:
-    """What tells the tensors of a site from those of others; None where there is none."""
+    """Return a key for every tensor of a site, equal for tensors that several sites share; None for no tensor."""
     found = enumerate(tensors_of(kept))
     return [None if t is None else id(t) if i < OWN else (i, site.ratio, site.partition) for i, t in found]
 
 
 def kind(two: Any, three: Any) -> Kind:
-    """By the same tensor of two batches."""
+    """Return the kind of a tensor, from what it is for 2 and for 3 samples."""
     return Kind(two.dtype, tuple((3 * a - 2 * b, b - a) for a, b in zip(two.shape, three.shape, strict=True)))
 
 
@@ -147,7 +148,7 @@ def flattened(sites: tuple[Kept, ...]) -> list[Any]:
 
 
 def distinct(name: str, step: Tensor, sizes: Tensor | None, batch: int) -> list[Tensor]:
-    """All tensors that are drawn, each once."""
+    """Draw, and return every tensor once."""
     plan, padded = plan_of(name)
     found = flattened(plan.draw(given_for(step, sizes, batch, padded)))
     return [found[first] for first in layout(name, step.device).firsts]
@@ -160,8 +161,8 @@ def copied(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class Lent(NamedTuple):
-    """What a graph draws, of which everyone has a copy: to a compiler, results of an operator are memory of their own.
-    ``constants`` are held."""
+    """What a graph draws. Callers get copies, since compilers expect results of an operator in memory of their own.
+    ``constants`` are kept alive."""
 
     tensors: list[Tensor]
     constants: list[Any]
@@ -175,11 +176,11 @@ def lent(tensors: list[Tensor], constants: list[Any], device: torch.device) -> L
 
 
 CAPTURES = Captures(lent)
-"""For the step counters of all models; those of models that are gone are let go with the next."""
+"""The graphs for the step counters of all models; those of deleted models are deleted when another one draws."""
 
 
 def release() -> None:
-    """Let masks be captured anew, and give the memory of graphs back."""
+    """Delete all graphs, which gives their memory back; masks are then captured anew."""
     CAPTURES.graphs.clear()
 
 
@@ -198,12 +199,12 @@ def _kinds(name: str, step: Tensor, sizes: Tensor | None, batch: int) -> list[Te
 
 @one_call
 def call(name: str, step: Tensor, sizes: Tensor | None, batch: int) -> list[Tensor]:
-    """The operator; but what is captured as a whole, with everything around it, needs no graph of its own."""
+    """Call the operator. A step that is captured as a whole needs no graph inside, so it draws without the operator."""
     return (distinct if captured_whole() else torch.ops.torchsbp.draw)(name, step, sizes, batch)
 
 
 def refused(name: str, device: torch.device) -> str:
-    """Why nothing can be drawn so; "" if it can."""
+    """Return why this can't be drawn, "" if it can."""
     try:
         layout(name, device)
     except UsageError as error:
@@ -215,7 +216,7 @@ def numbers_of(name: str, device: torch.device) -> tuple[tuple[int, ...], ...]:
     return layout(name, device).numbers
 
 
-# As torch.compiler.assume_constant_result has it: run when they are read.
+# As torch.compiler.assume_constant_result does: the compiler runs them when it reads their calls.
 setattr(named, "_dynamo_marked_constant", True)  # noqa: B010
 setattr(numbers_of, "_dynamo_marked_constant", True)  # noqa: B010
 setattr(refused, "_dynamo_marked_constant", True)  # noqa: B010

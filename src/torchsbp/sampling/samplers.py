@@ -45,7 +45,7 @@ def enlarge(order: Tensor, coarse: Shape, fine: Shape) -> Tensor:
 
 @constant
 def _cells(coarse: Shape, fine: Shape, device: torch.device) -> Tensor:
-    """The cell of every position, ``[n]``."""
+    """Return the cell of every position, ``[n]``."""
     cell = torch.zeros((), dtype=torch.int64, device=device)
     for h, H in zip(coarse, fine, strict=True):
         steps = torch.arange(H, device=device) // (H // h)
@@ -55,7 +55,7 @@ def _cells(coarse: Shape, fine: Shape, device: torch.device) -> Tensor:
 
 @constant
 def _positions_of_cells(coarse: Shape, fine: Shape, device: torch.device) -> Tensor:
-    """Those of every cell, ``[cells, Πf]``, where all have the same size."""
+    """Return the positions of every cell, ``[cells, Πf]``, if all cells have the same size."""
     return _cells(coarse, fine, device).argsort(stable=True).view(math.prod(coarse), -1)
 
 
@@ -65,7 +65,7 @@ def enlarged_count(k: int, coarse: Shape, fine: Shape) -> int:
 
 
 def shuffle(order: Tensor, counts: Sequence[int], key: Tensor) -> Tensor:
-    """The order at random between these counts: for each k of them, the first k positions stay the same."""
+    """Shuffle an order between these counts: for each count k, the set of the first k positions stays the same."""
     n = order.shape[1]
     at_random = mixed(key[:, None] ^ hashes(n, order.device)[order])
     return order.gather(1, (_stretches(n, tuple(counts), order.device) + at_random).argsort(dim=1))
@@ -73,7 +73,7 @@ def shuffle(order: Tensor, counts: Sequence[int], key: Tensor) -> Tensor:
 
 @constant
 def _stretches(n: int, counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """In the upper 32 bits, how many of the counts lie before a place in an order, ``[n]``."""
+    """Return for every place in an order how many counts do not exceed it, in the upper 32 bits, ``[n]``."""
     found = torch.zeros(n, dtype=torch.int64, device=device)
     for k in set(counts):
         found += torch.arange(n, device=device) >= k
@@ -81,7 +81,7 @@ def _stretches(n: int, counts: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def balanced(order: Tensor, counts: Sequence[int], samples: int) -> Tensor:
-    """Each order, of ``[m, n]``, read cyclically from another start for each of the samples: ``[m * samples, n]``.
+    """Read each order of ``[m, n]`` cyclically, from another start for every sample: ``[m * samples, n]``.
 
     With g = gcd(n, k₁, k₂, …) the starts are g·⌊b·(n/g) / samples⌋: every position is among the first k of
     ⌊samples·k/n⌋ samples, or of one more.
@@ -155,7 +155,7 @@ def _random(shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
 
 
 def _stratified(shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
-    """Evenly spread at every scale, random otherwise: windows of every length are."""
+    """Random positions that are spread evenly at every scale, whatever part of the order is kept."""
     return stratified(shape, key)
 
 
@@ -197,9 +197,9 @@ def _frames(shape: Shape) -> Shape:
 
 @dataclass(frozen=True)
 class UnitSampler:
-    """Orders the units of a grid (positions, columns or frames: a coarser grid), enlarged to positions.
+    """Order the units of a grid (positions, columns or frames: a coarser grid), and enlarge them to positions.
 
-    ``cyclic``: read cyclically from any start, the order is as good.
+    ``cyclic``: the order is as good if it is read cyclically from any start.
     """
 
     units: Callable[[Shape], Shape]
@@ -220,11 +220,11 @@ SAMPLERS: dict[str, Sampler] = {
     "checkerboard": UnitSampler(_positions, _lattice),
 }
 IN_BACKWARD = ("norm",)
-"""have no order: positions are chosen in backward, when their cotangents are known (``ops/chosen.py``)"""
+"""Samplers without an order: positions are chosen in backward, when cotangents are known (``ops/chosen.py``)."""
 
 
 def resolve(sampler: str | Sampler, others: Sequence[str] = ()) -> Sampler:
-    """The sampler of that name; a callable is its own. ``others`` are names that would have been right too."""
+    """Return the sampler of that name, or a callable as it is; ``others`` are names that the error lists too."""
     if callable(sampler):
         return sampler
     if not isinstance(sampler, str) or sampler not in SAMPLERS:
@@ -239,9 +239,10 @@ _LOOKED: set[tuple[object, ...]] = set()
 
 
 def ordered(sampler: str | Sampler, shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
-    """The sampler's order of all positions of a grid, those to keep first; an error if it is none.
+    """Return the sampler's order of all positions of a grid, those to keep first; raise UsageError if it is no order.
 
-    That a sampler of the user's own gives every position once is looked at on the CPU always, on a GPU once per shape.
+    Whether a user's sampler gives every position once is checked always on the CPU, and once per shape on a GPU, whose
+    values have to be waited for.
     """
     samples, n = key.shape[0], math.prod(shape)
     order = called(sampler, shape, ratios, key)
@@ -259,7 +260,7 @@ def ordered(sampler: str | Sampler, shape: Shape, ratios: Sequence[float], key: 
 
 
 def called(sampler: str | Sampler, shape: Shape, ratios: Sequence[float], key: Tensor) -> Tensor:
-    """The sampler's order; what fails in one of the user's own is told as such."""
+    """Call the sampler; raise UsageError for whatever fails in a user's own."""
     if not callable(sampler) or torch.compiler.is_compiling():
         return resolve(sampler)(shape, ratios, key)
     try:

@@ -14,7 +14,7 @@ Ratio = float | tuple[float, ...]
 
 
 def check_ratio(value: Any, name: str = "keep_ratio") -> float:
-    """The value as a float, if it is a number in (0, 1]."""
+    """Return the value as a float; raise UsageError unless it is a number in (0, 1]."""
     if isinstance(value, str) and value in NAMES:
         raise UsageTypeError(f"{name}={value!r} suits a model's family, and here is none; give a number in (0, 1]")
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -26,7 +26,7 @@ def check_ratio(value: Any, name: str = "keep_ratio") -> float:
 
 
 def _ratio(value: Any, name: str = "keep_ratio") -> Ratio:
-    """A number, or a list of numbers as a tuple."""
+    """Return a number as a float, a list of numbers as a tuple."""
     if not isinstance(value, list | tuple):
         return check_ratio(value, name)
     if not value:
@@ -85,7 +85,7 @@ class Milestones:
 
 
 def ramp(start: float, stop: float = 1.0, *, steps: int, begin: int = 0, levels: int = 4) -> Milestones:
-    """From start to stop in `levels` equal jumps, the i-th at step begin + i·steps / levels."""
+    """Return milestones from start to stop in `levels` equal jumps, the i-th at step begin + i·steps / levels."""
     a, b = check_ratio(start, "start"), check_ratio(stop, "stop")
     for name, value in {"steps": steps, "begin": begin, "levels": levels}.items():
         if isinstance(value, bool) or not isinstance(value, int):
@@ -100,7 +100,7 @@ def ramp(start: float, stop: float = 1.0, *, steps: int, begin: int = 0, levels:
 
 
 def validate(keep_ratio: Any) -> Ratio | Milestones | str:
-    """The keep-ratio in its normal form: a float, a tuple of floats, milestones, or a name."""
+    """Return the keep-ratio in its normal form: a float, a tuple of floats, milestones, or a name."""
     if isinstance(keep_ratio, str) and keep_ratio not in NAMES:
         names = ", ".join(map(repr, NAMES))
         raise UsageTypeError(

@@ -5,11 +5,11 @@ first levels a position has d bits, which say in which corner of its cell it lie
 
     bit of dimension i  xor  the bit of dimension i + 1, one level up  xor  a random bit of the cell
 
-and each level makes a digit of its scrambled bits, corners with an even sum first. Digits are written one behind the
-other, that of the finest level in front: in this order positions are a random ordered dither (Bayer, 1973). Half of the
-positions are one diagonal of every 2 × 2 cell. A quarter is one position of every 2 × 2 cell, and one in every row and
-column of a 4 × 4 cell. What lies close together is alike, so sums over such positions vary less than over random ones
-(docs/method.md, section 4).
+and each level makes a digit of its scrambled bits, corners with an even sum first. The digits make one number, that of
+the finest level in front; sorted by it, positions are a random ordered dither (Bayer, 1973). Half of them are one
+diagonal of every 2 × 2 cell. A quarter is one position of every 2 × 2 cell, and one in every row and column of a 4 × 4
+cell. What lies close together is alike, so sums over such positions vary less than over random ones (docs/method.md,
+section 4).
 """
 
 from operator import index
@@ -22,11 +22,11 @@ from .keys import fold, hashed, mixed
 
 Shape = tuple[int, ...]
 LEVELS = 3
-"""that have digits: cells of 8 × 8 positions have a random order"""
+"""The number of levels that have digits; the cells of 8 × 8 positions come in a random order."""
 
 
 def stratified(shape: Shape, key: Tensor) -> Tensor:
-    """Orders of all positions, ``[samples, n]``."""
+    """Return orders of all positions, ``[samples, n]``."""
     sides = tuple(index(side) for side in shape if side > 1) or (1,)
     bits, of_bits, of_cells = _strata(sides, key.device)
     scrambled = (mixed(key[:, None, None, None] ^ of_bits) ^ bits) & 1
@@ -41,8 +41,8 @@ def stratified(shape: Shape, key: Tensor) -> Tensor:
 
 
 def _turned(rank: Tensor, sides: Shape, key: Tensor) -> Tensor:
-    """Cells at the end of a side that is no multiple of theirs are cut off. Such a side is turned at random, by
-    multiples of the largest cell that it is a multiple of, so that every position is kept equally often."""
+    """Turn sides at random on which the last cells are cut off, so that every position is kept equally often. A side is
+    turned by multiples of the largest cell that divides it."""
     largest = 2 ** (LEVELS + 1)  # bits of one level more are part of the last digit
     steps = [side if side % largest == 0 else side & -side for side in sides]
     if list(sides) == steps:
@@ -57,8 +57,8 @@ def _turned(rank: Tensor, sides: Shape, key: Tensor) -> Tensor:
 
 @constant
 def _strata(sides: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every position: its bits, each with one of the level above, and the hashes of the cells whose random bits they
-    get, ``[levels, d, n]``; the hash of its largest cell, ``[n]``."""
+    """Return, for every position, its bits, each xor one of the level above, and the hashes of the cells whose random
+    bits they get, ``[levels, d, n]``; and the hash of its largest cell, ``[n]``."""
     at = torch.meshgrid(*(torch.arange(side, device=device) for side in sides), indexing="ij")
     bits, hashes = [], []
     for level in range(LEVELS):
@@ -72,7 +72,8 @@ def _strata(sides: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _cells(at: tuple[Tensor, ...], sides: Shape, first: int, level: int, coarser: int | None = None) -> Tensor:
-    """Numbers of the cells of a level, twice as long in the ``coarser`` dimension; other ones for every ``first``."""
+    """Return the number of every position's cell at a level. Cells are twice as long in the ``coarser`` dimension, and
+    have other numbers for every ``first``."""
     cell = torch.full(sides, first, device=at[0].device)
     for dim, (along, side) in enumerate(zip(at, sides, strict=True)):
         cell = cell * side + (along >> level + (dim == coarser))

@@ -1,7 +1,7 @@
-"""Windows: how attention layers cut a grid, and equally many kept positions in each of them.
+"""Windows: how attention layers cut a grid, and how equally many positions are kept in each of them.
 
-A grid is padded to whole windows and rolled back by a shift, in one order or the other. *Slots* are what results,
-window after window.
+A grid is padded to whole windows and rolled back by a shift, in one order or the other. *Slots* are the places of the
+result, window after window.
 """
 
 import math
@@ -37,11 +37,11 @@ class Partition:
 
     @property
     def counts(self) -> Grid:
-        """Number of windows in each dimension."""
+        """The number of windows in each dimension."""
         return tuple(-(-n // w) for n, w in zip(self.grid, self.window, strict=True))
 
     def cut(self, x: Tensor, padding: int) -> Tensor:
-        """A map ``[*grid]`` as its windows see it, ``[windows, area]``."""
+        """Cut a map ``[*grid]`` into windows, ``[windows, area]``."""
         dims = range(len(self.grid))
         pads: list[int] = []
         for n, w, count in zip(self.grid, self.window, self.counts, strict=True):
@@ -61,7 +61,7 @@ class Partition:
         return any(n % w for n, w in zip(self.grid, self.window, strict=True))
 
     def places(self, device: torch.device) -> Tensor:
-        """The position in every slot, ``[windows, area]``; n, their number, and up where there is padding."""
+        """Return the position in every slot, ``[windows, area]``; of n positions, padding is n, n + 1, …"""
         n = math.prod(self.grid)
         places = self.cut(torch.arange(n, device=device).view(self.grid), n)
         if not self.padded:
@@ -70,7 +70,7 @@ class Partition:
         return places + (beyond.flatten().cumsum(0).view_as(places) - 1) * beyond
 
     def regions(self, device: torch.device) -> Tensor | None:
-        """Numbers of the slots, ``[windows, area]``, that differ where rolling made neighbours of opposite edges."""
+        """Return numbers of the slots, ``[windows, area]``, unequal where rolling made opposite edges neighbours."""
         if not any(self.shift):
             return None
         padded = tuple(count * w for count, w in zip(self.counts, self.window, strict=True))
@@ -80,7 +80,7 @@ class Partition:
         return replace(self, grid=padded, shift=(0,) * len(padded)).cut(region, 0)
 
     def total(self, ratio: float) -> int:
-        """Σ share(r, positions in the window): what is kept of a sample, where padding is not counted."""
+        """Return Σ share(r, positions in the window), the number kept of a sample; padding is not counted."""
         sizes = []
         for dim, (n, w, count) in enumerate(zip(self.grid, self.window, self.counts, strict=True)):
             found = [0] * count
@@ -92,21 +92,21 @@ class Partition:
 
 
 def share(ratio: float, positions: int) -> int:
-    """How many of so many positions of a window are kept."""
+    """Return how many of so many positions of a window are kept."""
     return min(positions, max(1, index(round(ratio * positions))))
 
 
 @constant
 def cut_all(partition: Partition, device: torch.device) -> Cut:
-    """Where all rows are in their windows."""
+    """Return where all rows are in their windows."""
     return Cut(partition.places(device), partition.regions(device))
 
 
 def first_in_each(order: Tensor, partition: Partition, ratio: float) -> tuple[Tensor, Windows]:
-    """The first max(1, round(r · m)) of the m positions of every window by the order ``[samples, n]``.
+    """Return the first max(1, round(r · m)) of the m positions of every window, by the order ``[samples, n]``.
 
-    Positions ``[samples, kept]`` come window after window. Where a window holds padding, m is less than its area:
-    padding fills the count up to that of the others and is not among the positions.
+    Positions ``[samples, kept]`` come window after window. In a window with padding, m is less than its area: padding
+    fills the count up to that of the other windows, and is not among the positions.
     """
     samples, n, area = *order.shape, partition.area
     k = share(ratio, area)
@@ -132,7 +132,7 @@ def first_in_each(order: Tensor, partition: Partition, ratio: float) -> tuple[Te
 
 
 def filled_up(slots: Tensor, real: Tensor, ratio: float, k: int) -> Tensor:
-    """Of slots ``[samples, windows, area]``, padding last, in every window its share of real ones and then padding."""
+    """Return k slots of every window: its share of the real ones, then padding, which is last in the given slots."""
     found = real.sum(1, keepdim=True)
     kept = (ratio * found.double()).round().clamp(min=1).long().minimum(found)
     number = torch.arange(k, device=slots.device)
