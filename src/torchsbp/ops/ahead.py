@@ -1,7 +1,7 @@
-"""build_ahead: the kernels of a compiled step are built on another thread, while its compiler reads on.
+"""build_ahead: builds Triton kernels of a compiled step on another thread, while the step is still being traced.
 
-Triton builds a kernel when it is launched first, and with a C compiler what launches it: one after the other, behind
-everything else, while the compiler's own kernels were built beside it.
+Otherwise Triton builds a kernel, and with a C compiler its launcher, when it is first launched: one after the other,
+after all else is compiled, whereas Inductor builds its own kernels in parallel.
 """
 
 from collections.abc import Hashable, Sequence
@@ -15,18 +15,17 @@ _BUILDS: dict[Hashable, Future[Any]] = {}
 
 
 def build_ahead(kind: Hashable, function: Any, device: int, arguments: Sequence[Any], options: dict[str, Any]) -> None:
-    """Begin to build a kernel for that kind of arguments, unless that was begun before; tensors are told by their
-    precision."""
+    """Begin to build a kernel, once for each kind of arguments; a tensor is given by its dtype."""
     if kind not in _BUILDS:
         _BUILDS[kind] = _THREAD.submit(build, function, device, arguments, options)
 
 
 def build(function: Any, device: int, arguments: Sequence[Any], options: dict[str, Any]) -> Any:
-    """Triton keeps it, with what launches it."""
+    """Build the kernel and its launcher, which Triton keeps."""
     with torch.cuda.device(device):
         return function.warmup(*arguments, grid=(1,), **options).run
 
 
 def wait_for_builds() -> None:
-    """What has failed fails again where it is launched."""
+    """Wait for all builds. A kernel whose build failed fails again when it is launched."""
     wait(_BUILDS.values())

@@ -1,4 +1,4 @@
-"""alive: what operators make, from its first output to its end."""
+"""Alive: counts the memory of what operators make, while it is alive."""
 
 import weakref
 from collections.abc import Callable
@@ -16,8 +16,8 @@ def rounded(size: int) -> int:
 
 
 class Alive(TorchDispatchMode):
-    """Follows every storage that is made inside. ``now`` and ``peak`` are bytes, each storage rounded as the CUDA
-    allocator does."""
+    """Counts every storage that an operator inside returns, until its end; a view of an input counts the input.
+    ``now`` and ``peak`` are bytes, each storage rounded as the CUDA allocator does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Alive(TorchDispatchMode):
         self.storages: dict[int, Any] = {}
 
     def counter(self) -> Callable[[int], None]:
-        """What counts the bytes of a storage that is made now, and later those that end."""
+        """The function that counts a storage made now: called with its bytes, and with minus these when it ends."""
 
         def count(size: int) -> None:
             self.now += size
@@ -55,5 +55,5 @@ class Alive(TorchDispatchMode):
         return result
 
     def made(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """An operator has run."""
+        """Called when an operator has run."""
         self.peak = max(self.peak, self.now)

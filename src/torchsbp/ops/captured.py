@@ -1,4 +1,4 @@
-"""captured: passes of an autograd function that a GPU may be told of in one launch."""
+"""Decorators for the passes of an autograd function: small ones may run as CUDA graphs (``graphs.py``)."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -26,14 +26,16 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def named_as(run: Callable[..., Any], method: Callable[..., Any]) -> None:
-    """Compiled steps know a pass by its name."""
+    """Give ``run`` the name of the method: compiled steps know a pass by its name."""
     run.__module__, run.__qualname__ = method.__module__, method.__qualname__
 
 
 def captured_forward(forward: Method, part: float = 1.0, compiled: bool = False) -> Method:
-    """The forward of a function that gives one tensor, for the first of its arguments and others, which have options.
-    It leaves in its ctx what is saved, and in ``ctx.static`` what else its backward needs, which can be hashed.
-    ``part`` of the elements that are allowed may be in the first argument; if ``compiled``, also in compiled steps."""
+    """A forward that is captured if its first argument is within ``part`` of the size that ``graphs.small`` allows.
+
+    It takes tensors and hashable values, one of them ``BackwardOptions``, and returns one tensor. It saves tensors in
+    its ctx, and in ``ctx.static`` what else its backward needs, hashable. In compiled steps it is captured only if
+    ``compiled``."""
 
     def run(others: Sequence[Any], tensors: Tensors) -> tuple[Tensors, Any]:
         ctx = Noted()
@@ -67,7 +69,7 @@ class Context(NamedTuple):
 
 
 def captured_backward(backward: Method, part: float = 1.0) -> Method:
-    """The backward of such a function, by the elements of its cotangent."""
+    """The backward of such a function, captured if its cotangent is within ``part`` of that size."""
 
     def run(others: Any, tensors: Tensors) -> tuple[Tensors, Any]:
         return backward(Context(tensors[1:], *others), tensors[0]), None
@@ -76,7 +78,7 @@ def captured_backward(backward: Method, part: float = 1.0) -> Method:
 
     @wraps(backward)
     def wrapper(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        if not ctx.capture or not small(dy, part):  # checkpointing unpacks a tensor once
+        if not ctx.capture or not small(dy, part):  # checkpointing unpacks a saved tensor only once
             return backward(Context(ctx.saved_tensors, ctx.needs_input_grad, ctx.static), dy)
         others = ctx.needs_input_grad, ctx.static
         found, _ = device_of(dy).run_pass(run, others, (dy, *ctx.saved_tensors))

@@ -1,8 +1,8 @@
 """What ``torch.compile`` sees of the ops.
 
-It reads a step twice: its bytecode first, to find calls, then these calls themselves, forward and backward, on tensors
-without data. Ops are functions of tensors and of options, so the second reading finds all there is to find; the first
-would take much longer.
+It reads a step twice. Dynamo reads bytecode and finds calls; AOTAutograd then runs these, forward and backward, on fake
+tensors. An op is one call to Dynamo, which would take much longer to read it. As a function of tensors and options it
+hides nothing from AOTAutograd.
 """
 
 import sys
@@ -22,7 +22,7 @@ _KINDS: dict[str, type[Any]] = {}
 
 
 class _Asked(local):
-    """What a compiler asks an op for, other than to be read; by thread, as steps may be compiled in several at once."""
+    """Why the compiler runs an op, other than to trace it into a step; by thread, as several may compile at once."""
 
     shapes_alone = captured_later = False
 
@@ -31,39 +31,39 @@ _asked = _Asked()
 
 
 def compiling() -> bool:
-    """Whether a compiler reads this, the first time or the second."""
+    """Whether Dynamo or AOTAutograd traces this; not where shapes alone are asked for."""
     return torch.compiler.is_compiling() or (TracingContext.try_get() is not None and not _asked.shapes_alone)
 
 
 def captured_whole() -> bool:
-    """Whether what a compiler reads will be captured as a whole, in CUDA graphs of its own: mode="reduce-overhead"."""
+    """Whether Inductor will capture the step as a whole, in CUDA graphs of its own (mode="reduce-overhead")."""
     config: Any = sys.modules.get("torch._inductor.config")
     return config is not None and config.triton.cudagraphs
 
 
 def read_by_inductor() -> bool:
-    """Whether the compiler that reads this, the second time, is PyTorch's own."""
+    """Whether AOTAutograd traces this for Inductor, not for another backend."""
     virtual: Any = sys.modules.get("torch._inductor.virtualized")
     return virtual is not None and isinstance(virtual.V.fake_mode, FakeTensorMode)
 
 
 def no_data() -> bool:
-    """Whether tensors stand for others of their shapes: there is nothing to launch a kernel on."""
+    """Whether shapes alone are asked for: tensors are fake, and there is nothing to launch a kernel on."""
     return _asked.shapes_alone
 
 
 def read_to_be_captured() -> bool:
-    """Whether what a compiler reads is a pass by itself, which will be captured."""
+    """Whether a pass is compiled by itself, to be captured in a CUDA graph."""
     return _asked.captured_later
 
 
 def shapes_alone() -> AbstractContextManager[None]:
-    """Inside, the shapes of what an op makes are asked for by the compiler, which will not see how it does."""
+    """Inside, an op runs on fake tensors for the shapes of its results; its operators are not traced."""
     return _asking("shapes_alone")
 
 
 def captured_later() -> AbstractContextManager[None]:
-    """Inside, a compiler reads a pass by itself."""
+    """Inside, a pass is compiled by itself, to be captured."""
     return _asking("captured_later")
 
 
@@ -78,12 +78,12 @@ def _asking(what: str) -> Iterator[None]:
 
 
 def call_named(what: str, *depends: Any) -> str:
-    """For an operator's call a name that tells all that it depends on but tensors: the same in every process."""
+    """A name for an operator's call that tells all it depends on but tensors: the same in every process."""
     return f"{what} {sha256(repr(depends).encode()).hexdigest()}"
 
 
 def op(function: type[torch.autograd.Function]) -> Call:
-    """Its ``apply``, for tensors, constants and tuples of these; to a compiler it is one call."""
+    """The function's ``apply``, on tensors, constants and tuples of these; for Dynamo it is one call."""
 
     def call(*packed: Any) -> Any:
         return function.apply(*[_unpacked(value) for value in packed])
@@ -98,7 +98,7 @@ def op(function: type[torch.autograd.Function]) -> Call:
 
 
 def one_call(function: Call) -> Call:
-    """The function, of tensors and constants, which to a compiler is one call."""
+    """The function, on tensors and constants; for Dynamo it is one call."""
 
     def run(*given: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -110,14 +110,14 @@ def one_call(function: Call) -> Call:
 
 
 def _are_calls() -> bool:
-    """True: the compiler has been told. Not when this file is imported, as that would import the compiler."""
+    """Tell Dynamo of all calls, and return True. Not done at import, as that would import the compiler."""
     for call in _CALLS:
         torch.compiler.allow_in_graph(call)
     return True
 
 
 def _packed(options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A named tuple as a plain one behind the name of its kind: what a compiler takes for a constant."""
+    """A named tuple as a plain one that begins with the name of its class: Dynamo takes that for a constant."""
     return _name(type(options)), *[_packed(value) if isinstance(value, tuple) else value for value in options]
 
 
@@ -129,11 +129,11 @@ def _unpacked(value: Any) -> Any:
 
 
 def _name(kind: type[Any]) -> str:
-    """Of a kind, by which it is found again."""
+    """The name of a class, by which ``_unpacked`` finds it again."""
     _KINDS[kind.__qualname__] = kind
     return kind.__qualname__
 
 
-# As torch.compiler.assume_constant_result has it: run when they are read.
+# What torch.compiler.assume_constant_result does: Dynamo runs them, and takes what they return for constants.
 setattr(_are_calls, "_dynamo_marked_constant", True)  # noqa: B010
 setattr(_name, "_dynamo_marked_constant", True)  # noqa: B010

@@ -1,6 +1,6 @@
-"""What a device runs: which attention kernel, which steps, which precision. Every op asks the device of its tensors.
+"""Devices: which attention kernel, steps and precision an op uses. Every op asks the device of its tensors.
 
-Another one may stand in for all of them (``substituted``): that is how memory is predicted for a GPU without one.
+``substituted`` makes another device stand in for all of them: that is how memory is predicted for a GPU without one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,35 +29,37 @@ from .window_launches import KernelWindowAttention
 
 HALF = (torch.float16, torch.bfloat16)
 Size = tuple[int, int]
-WIDEST = 8192  # channels: a kernel holds whole rows
+WIDEST = 8192  # channels: a program of a kernel holds whole rows
 
 
 class Device:
-    """Any device: everything is written plainly in PyTorch."""
+    """Any device: everything in plain PyTorch."""
 
     def attention_kernel(self, q: Tensor, fused: bool) -> str:
-        """Which kernel of ``sdpa.KERNELS`` runs for such queries: the one that ``F.scaled_dot_product_attention`` takes
-        when no mask is given, if the model is ``fused``."""
+        """The name in ``sdpa.KERNELS`` of the kernel for queries like q: in a ``fused`` model, the one that
+        ``F.scaled_dot_product_attention`` takes when no mask is given."""
         return "plain"
 
     def windows(self, q: Tensor) -> WindowAttention:
-        """Attention in windows for such queries."""
+        """The implementation of attention in windows for queries like q."""
         return WindowAttention()
 
     def rotate(
         self, x: Tensor, rope: Tensor, rows: R.Rows, half: bool, back: bool = False, overwrite: bool = False
     ) -> Tensor:
-        """Queries or keys turned by rotary embeddings, or their gradients turned back; x may be overwritten if that is
-        said."""
+        """Rotate queries or keys by rotary embeddings, or rotate their gradients ``back``. With ``overwrite``, x may be
+        overwritten."""
         return (rotate_backward if back else rotate)(x, rope, rows, half)
 
     def steps(self, x: Tensor, columns: int) -> Steps:
-        """The steps of a backward pass over rows like x's, whose totals have so many columns together."""
+        """The steps of a backward pass over rows like x's; their totals have ``columns`` columns together."""
         return Steps(x, columns)
 
     def cast(self, dtype: torch.dtype | None, *tensors: Grad | tuple[Tensor, ...], after: Grad = None) -> list[Any]:
-        """The tensors in the given precision, if one is given; of a tuple one below the other. In backward, ``after`` a
-        cotangent: a compiler would save what forward has cast, and to cast a matrix again costs little."""
+        """Cast tensors to ``dtype`` (None: keep theirs). A tuple becomes one tensor, its parts concatenated by rows.
+
+        In backward, ``after`` is a cotangent, on which the casts depend when compiled: else the compiler would save
+        what forward has cast, although to cast a matrix again costs little."""
         zero = R.zero_of(after) if after is not None and compiling() else None
 
         def again(t: Tensor) -> Tensor:
@@ -67,8 +69,8 @@ class Device:
         return [t if t is None else cast(again(t), dtype) for t in found]
 
     def weight_gradient(self, weight: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
-        """``dW = dyᵀ x`` (Eq. 3) for 2-D dy and x, in the precision of the weight: of several pairs one below the
-        other."""
+        """``dW = dyᵀ x`` (Eq. 3) for 2-D dy and x, in the precision of the weight; the products of several
+        pairs are concatenated by rows."""
         products = [cast(dy.t() @ x, weight.dtype) for dy, x in pairs]
         return products[0] if len(products) == 1 else torch.cat(products)
 
@@ -91,8 +93,8 @@ class Device:
     def save_attention(
         self, x: Tensor, o: Tensor, lse: Tensor, rows: R.Rows, dtype: torch.dtype, x_rows: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """To be saved of an attention on ``x [B, N, C]``: x in ``dtype``, of which (``x_rows``) the given rows alone;
-        these rows of its output ``o [B, N, H * D]``, ``[R, H * D]``, and of its ``lse [B, H, N]``, ``[B, H, k]``."""
+        """What to save of an attention on ``x [B, N, C]``: x in ``dtype``, all rows or (``x_rows``) the given ones; and
+        the given rows of its output ``o [B, N, H * D]``, ``[R, H * D]``, and of ``lse [B, H, N]``, ``[B, H, k]``."""
         kept_x = self.save_rows(x, rows if x_rows else None, dtype)
         if rows is not None:
             samples, heads, _ = lse.shape
@@ -100,19 +102,19 @@ class Device:
         return kept_x, self.save_rows(o, rows), lse
 
     def run_pass(self, run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
-        """A forward or backward pass of an op."""
+        """Run a forward or backward pass of an op."""
         return run(static, given)
 
     def capturing(self) -> bool:
-        """Whether what runs now is recorded in a graph, or will be: launches cost little there, and memory is held."""
+        """Whether this pass is captured in a CUDA graph, or will be: launches are cheap there, but memory is held."""
         return False
 
     def inverse(self, rows: Tensor, size: int) -> Grad:
-        """The inverse of kept rows among ``size`` rows, made once for all ops; None where the steps don't read it."""
+        """The inverse of kept rows among ``size`` rows, made once for all ops; None if the steps don't read it."""
         return None
 
     def choose(self, dy: Tensor, marks: Tensor, options: BackwardOptions) -> Chosen:
-        """The rows of ``dy [B * N, C]`` on which these marks ``[B, k]`` lie."""
+        """Choose the rows of ``dy [B * N, C]`` on which the marks ``[B, k]`` lie."""
         chosen = choose(dy, marks, prefix_of(options))
         return chosen._replace(inverse=self.inverse(chosen.rows, dy.shape[0]))
 
@@ -141,11 +143,11 @@ class CUDA(Device):
         return _prefers_cudnn(q.device.index or 0)
 
     def fits(self, x: Tensor) -> bool:
-        """Whether the kernels are there, and made for such rows."""
+        """Whether Triton is installed, and its kernels can take rows like x's."""
         return self.has_triton and x.dtype != torch.float64 and x.shape[-1] <= WIDEST and x.numel() > 0
 
     def windows(self, q: Tensor) -> WindowAttention:
-        """The kernels add up the bias's gradient in any order."""
+        """Not in Triton if results must be deterministic: its kernels add up the bias's gradient in any order."""
         fits = self.has_triton and q.dtype != torch.float64 and not torch.are_deterministic_algorithms_enabled()
         return self.kernel_windows() if fits else WindowAttention()
 
@@ -157,15 +159,15 @@ class CUDA(Device):
         return rotated(self.launch, x, rope, rows, half, back, overwrite and not compiling())
 
     def launch(self, kernel: str, grid: tuple[int, ...], **arguments: Any) -> None:
-        """A kernel that is none of the steps'."""
+        """Launch a kernel outside of ``KernelSteps``."""
         launch(kernel, grid, **arguments)
 
     def steps(self, x: Tensor, columns: int) -> Steps:
         return self.kernel_steps(x, columns) if self.fits(x) else Steps(x, columns)
 
     def weight_gradient(self, weight: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
-        """Half-precision products are given in float32 as they are summed, without a rounding in between, and where
-        they belong."""
+        """Products of half-precision matrices are returned in float32, as they are accumulated, without a rounding in
+        between; those of several pairs are written to their place in the result."""
         if pairs[0][0].dtype not in HALF or weight.dtype != torch.float32:
             return super().weight_gradient(weight, *pairs)
         if len(pairs) == 1 or compiling():
@@ -180,8 +182,8 @@ class CUDA(Device):
     def convolution_backward(
         self, dy: Tensor, x: Tensor, weight: Tensor, padding: Size, dilation: Size, groups: int, needs: Sequence[bool]
     ) -> tuple[Any, Grad, Grad]:
-        """That of a depthwise convolution's input is a convolution too, with the weight turned around. cuDNN's kernel
-        for gradients takes twice the time of its forward's (ConvNeXt-T on an H200, `run.py --profile`: 4.8, 2.3 ms)."""
+        """The input's gradient of a depthwise convolution is taken as a convolution with the flipped weight: cuDNN's
+        kernel for it takes twice as long as its forward's (ConvNeXt-T on an H200, `run.py --profile`: 4.8, 2.3 ms)."""
         if not needs[0] or weight.shape[:2] != (groups, 1):
             return super().convolution_backward(dy, x, weight, padding, dilation, groups, needs)
         dx = F.conv2d(dy, weight.flip(2, 3), None, 1, padding, dilation, groups)
@@ -197,12 +199,12 @@ class CUDA(Device):
         return dx, dw, db
 
     def convolved_at_once(self) -> int:
-        """Elements of which the gradient of a depthwise convolution's weight is taken at once: cuDNN has copies of x
-        and dy meanwhile, in float32. Graphs hold them, and launch at no cost."""
+        """How many elements of x to take at once for the gradient of a depthwise convolution's weight: meanwhile cuDNN
+        has copies of x and dy in float32. Fewer in a CUDA graph, which holds that memory and launches at no cost."""
         return LARGEST // 8 if self.capturing() else LARGEST
 
     def cast(self, dtype: torch.dtype | None, *tensors: Grad | tuple[Tensor, ...], after: Grad = None) -> list[Any]:
-        """In one kernel."""
+        """In one kernel, unless compiled."""
         if compiling():
             return super().cast(dtype, *tensors, after=after)
         found: list[Any] = []
@@ -228,8 +230,8 @@ class CUDA(Device):
         return scaled_last_layer(self.launch, product, total, weight, bias, scale)
 
     def save_rows(self, x: Tensor, rows: R.Rows, dtype: torch.dtype | None = None) -> Tensor:
-        """Gathered here and now: left to itself, the compiler gathers the rows of several blocks in one kernel behind
-        the last of them, and holds all of x in all of these blocks until then."""
+        """Compiled, by a kernel of our own: left to itself, the compiler gathers the rows of several blocks in one
+        kernel behind the last of them, and holds all of x of all these blocks until then."""
         if rows is None or not (compiling() and self.fits(x)):
             return super().save_rows(x, rows, dtype)
         return take_rows(R.flat(x).contiguous(), rows, dtype or x.dtype)
@@ -237,13 +239,13 @@ class CUDA(Device):
     def save_attention(
         self, x: Tensor, o: Tensor, lse: Tensor, rows: R.Rows, dtype: torch.dtype, x_rows: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """In one kernel; compiled, all of x is saved where it is made."""
+        """In one kernel, unless compiled: then the compiler casts all of x where it is made."""
         if rows is None or compiling() or not (self.fits(x) and self.fits(o)):
             return super().save_attention(x, o, lse, rows, dtype, x_rows)
         return keep_rows(self.launch, x, o, lse, rows, dtype, x_rows)
 
     def run_pass(self, run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
-        """Small ones are replayed from CUDA graphs."""
+        """Run the pass by a CUDA graph, once there is one; in a compiled step, as an operator that does so."""
         if compiling():
             return named_pass(run, static, given)
         return run_pass(run, static, given, given[0].device)
@@ -257,7 +259,7 @@ class CUDA(Device):
         return R.inverse(rows, size)
 
     def choose(self, dy: Tensor, marks: Tensor, options: BackwardOptions) -> Chosen:
-        """In two kernels, if a program can hold the rows of a sample."""
+        """In two kernels, if a program can hold all rows of a sample."""
         among = dy.shape[0] // marks.shape[0]
         if not self.fits(dy) or type(among) is not int or among > CHOSEN_AMONG:
             return super().choose(dy, marks, options)
@@ -273,16 +275,16 @@ _PREFERS_CUDNN: dict[int, bool] = {}
 
 
 def _prefers_cudnn(device: int) -> bool:
-    """Whether PyTorch prefers cuDNN's attention on this GPU (newer ones), asked once on a small query."""
+    """Whether PyTorch prefers cuDNN's attention on this GPU, as on newer ones; asked once, with a small query."""
     if device not in _PREFERS_CUDNN:
-        with _disable_current_modes():  # a compiler's: its tensors have no data
+        with _disable_current_modes():  # such as a compiler's, whose tensors have no data
             q = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device=f"cuda:{device}")
             choice = torch._fused_sdp_choice(q, q, q)
         _PREFERS_CUDNN[device] = choice == torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value
     return _PREFERS_CUDNN[device]
 
 
-# torch.compiler.assume_constant_result, which would import the compiler, and Triton with it, for this line.
+# What torch.compiler.assume_constant_result does; to call that would import the compiler, and Triton with it.
 _prefers_cudnn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 CPU_DEVICE, CUDA_DEVICE, OTHER_DEVICE = CPU(), CUDA(), Device()
@@ -290,7 +292,7 @@ _substitute: Device | None = None
 
 
 def device_of(x: Tensor) -> Device:
-    """The device of a tensor, or what stands in for it."""
+    """The device of a tensor, or the one that stands in for it."""
     if _substitute is not None:
         return _substitute
     return CPU_DEVICE if x.is_cpu else CUDA_DEVICE if x.is_cuda else OTHER_DEVICE
@@ -303,7 +305,7 @@ def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, need: bool) -> Grad:
 
 @contextmanager
 def substituted(device: Device) -> Iterator[None]:
-    """Inside, every op asks the given device, whatever its tensors are on; in all threads, as backward has its own."""
+    """Inside, every op asks the given device, wherever its tensors are: in all threads, as backward runs in its own."""
     global _substitute
     before, _substitute = _substitute, device
     try:

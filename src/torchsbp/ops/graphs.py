@@ -1,8 +1,8 @@
-"""CUDA graphs: passes of an op as one launch, where Python takes longer to say what is to be done than a GPU to do it.
+"""CUDA graphs of small passes, whose kernels a GPU runs faster than Python can launch them.
 
-A pass over few rows is some thirty small kernels. If a later step has tensors of the same shapes, it is captured in a
-CUDA graph, which is replayed from then on, for all blocks of that kind. A graph reads and writes the same memory every
-time: what a pass is given is copied there, parameters too, and its results from there.
+A pass over few rows is some thirty small kernels. When a later step runs it on tensors of the same shapes, it is
+captured in a CUDA graph, which is replayed from then on, for all blocks of that kind. A graph reads and writes the same
+memory every time: the inputs of a pass, parameters too, are copied to that memory, and its results from it.
 """
 
 import warnings
@@ -20,20 +20,22 @@ from .compiling import captured_whole, compiling
 from .layers import Grad
 
 LARGEST, MOST_COMPILED = 2**24, 2**33
-"""elements of an op's input or cotangent, and in compiled steps, which launch less and whose kernels are larger,
-multiplications of it with a square matrix: with more of them the GPU is the slower one, and copies cost memory."""
+"""The largest passes that are captured. By elements of an op's input or cotangent; in compiled steps, whose kernels are
+fewer and larger, also by multiplications in its product with a square matrix. Beyond these limits the GPU is slower
+than Python, and copies cost memory."""
 HELD = 128
-"""passes: forward and backward of kinds of blocks, for some image sizes"""
+"""How many passes are remembered: forward and backward of kinds of blocks, for some image sizes."""
 PLAIN = (Tensor, torch.nn.Parameter)
 Tensors = Sequence[Any]
-"""or None"""
+"""Each a tensor or None."""
 Pass = Callable[[Any, Tensors], tuple[Tensors, Any]]
-"""Of what is not a tensor, and can be hashed, and of tensors: tensors, and what else follows from the former."""
+"""``run(static, tensors) -> (results, extra)``. ``static`` is hashable and has no tensors; nor has ``extra``, which
+depends on it and on the kinds of the tensors alone."""
 Result = TypeVar("Result")
 
 
 class Groups:
-    """Tensors to be copied at once: those of one precision."""
+    """Tensors by dtype: those of one dtype are copied at once."""
 
     def __init__(self, tensors: Tensors) -> None:
         self.numbers: dict[torch.dtype, list[int]] = {}
@@ -47,10 +49,10 @@ class Groups:
 
 
 class Graph:
-    """A pass that reads ``places`` and leaves ``results``, but for those that are what it is given.
+    """A captured pass: reads its inputs in ``places``, leaves in ``results`` those that are not inputs passed through.
 
-    Both are memory that is free while it does not run: graphs run one after the other, and what one leaves is copied
-    before the next.
+    While it does not run, other graphs may use the memory of both: graphs run one after the other, and the results of
+    one are copied before the next runs.
     """
 
     def __init__(self, run: Pass, static: Any, given: Tensors, pool: "Pool") -> None:
@@ -73,7 +75,7 @@ class Graph:
 
 
 def passed(results: Tensors, given: Tensors) -> dict[int, tuple[int, torch.Size]]:
-    """Results that are what was given, if in another shape: their number, its number, and the shape."""
+    """Results that are inputs passed through, maybe in another shape: number -> (number of the input, shape)."""
     sources: dict[int, list[int]] = {}
     for number, tensor in enumerate(given):
         if tensor is not None:
@@ -91,7 +93,7 @@ def storage(tensor: Tensor) -> int:
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
-    """Of two tensors in one storage, whether they are the same values in the same order."""
+    """Whether two tensors in one storage are the same values in the same order."""
     if a.dtype != b.dtype or a.storage_offset() != b.storage_offset() or a.numel() != b.numel():
         return False
     return (a.is_contiguous() and b.is_contiguous()) or a.stride() == b.stride()
@@ -104,17 +106,19 @@ def with_passed(found: list[Any], same: dict[int, tuple[int, torch.Size]], given
 
 
 _GRAPHS: OrderedDict[Hashable, Graph | int] = OrderedDict()
-"""For what they depend on; or the number of the step that had that first; or NEVER, if it can't be captured."""
+"""By all that a pass depends on: its graph; or the step that first ran it; or NEVER, if it can't be captured."""
 NEVER = -1
 _NEEDED: dict[Hashable, int] = {}
-"""The most bytes that a pass has alive at once, for a device and a stream."""
+"""(device, stream) -> the most bytes that any pass has alive at once there."""
 _steps = [0]
-"""The backward pass that ran last: it tells steps apart."""
+"""Autograd's number of the last backward pass, by which steps are told apart."""
 
 
 def run_pass(run: Pass, static: Any, given: Tensors, device: torch.device) -> tuple[Tensors, Any]:
-    """The pass, from its graph if there is one. In the first step that has it, it is seen what it needs. It is captured
-    in the second, when it has run on copies as a graph has them, so that everything is loaded that it needs."""
+    """Run the pass, by its graph if there is one.
+
+    When it first runs, the memory that it needs is measured. The next step that has it captures it, after a run on
+    copies such as a graph has: everything that it needs must be loaded before."""
     if not suits(given):
         return run(static, given)
     where = surroundings(device)
@@ -138,33 +142,33 @@ def run_pass(run: Pass, static: Any, given: Tensors, device: torch.device) -> tu
         try:
             run(static, [None if t is None else t.clone() for t in given])
             _GRAPHS[key] = Graph(run, static, given, pool_for(device, _NEEDED[where[:2]]))
-        except RuntimeError as error:  # of memory too: there was enough for the step before
+        except RuntimeError as error:  # out of memory too: without a graph the step before had enough
             reason = str(error).strip().split("\n")[0]
             warnings.warn(f"a block's pass is not captured in a CUDA graph, and takes longer: {reason}", stacklevel=2)
     return run(static, given)
 
 
 def seen() -> bool:
-    """Whether a pass runs now to see what it needs."""
+    """Whether the memory that a pass needs is being measured now."""
     return isinstance(_get_current_dispatch_mode(), Alive)
 
 
 def suits(given: Tensors) -> bool:
-    """Whether nobody else looks at every operator or captures them already, and all are plain tensors."""
+    """Whether a pass may be captured: there is no dispatch mode, no other capture, and all are plain tensors."""
     if _get_current_dispatch_mode() is not None or torch.cuda.is_current_stream_capturing():
         return False
     return all(t is None or type(t) in PLAIN for t in given)
 
 
 def small(x: Tensor, part: float) -> bool:
-    """Whether a pass over x is to be captured: it is no larger than that part of what is allowed."""
+    """Whether to capture a pass over x: x is within ``part`` of the limits, and Inductor captures no whole steps."""
     if x.numel() > part * LARGEST:
         return False
     return not compiling() or (not captured_whole() and x.numel() * x.shape[-1] <= part * MOST_COMPILED)
 
 
 def surroundings(device: torch.device) -> tuple[Hashable, ...]:
-    """What else decides about the kernels that run, and where."""
+    """What else decides which kernels run, and where: the device and stream come first, then settings."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
     precision = torch.get_float32_matmul_precision(), torch.is_autocast_enabled(device.type)
@@ -172,24 +176,24 @@ def surroundings(device: torch.device) -> tuple[Hashable, ...]:
 
 
 def room_for(alive: int) -> int:
-    """Bytes in which so much can be alive at once, fragments and a library's workspace included."""
+    """The size of a pool, in bytes, for so many ``alive`` at once, with fragmentation and a library's workspace."""
     return int(1.06 * alive) + 36 * 2**20
 
 
 class Pool:
-    """Where graphs of the current stream are captured, on another stream, and the memory that all of them use, in one
-    piece of that size. It lives as long as one of them."""
+    """The memory that all graphs of the current stream share, allocated as one piece of ``size`` bytes, and another
+    stream, on which they are captured. A pool lives as long as one of its graphs."""
 
     def __init__(self, device: torch.device, size: int = 0) -> None:
         self.device, self.size, self.is_new = device, size, True
         self.stream, self.handle = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
-        """What it gives, and what runs it again. Memory that it frees, or that is freed of what it gives, is used by
-        other graphs: they run one after the other."""
+        """Capture ``run``; return its result and a function that replays it. Memory that it frees, and that of its
+        result once freed, is used by other graphs of the pool: they run one after the other."""
         stream, graph = torch.cuda.current_stream(self.device), torch.cuda.CUDAGraph()
         self.stream.wait_stream(stream)
-        torch._C._cuda_clearCublasWorkspaces()  # those of one capture are not for another
+        torch._C._cuda_clearCublasWorkspaces()  # made in one capture, they are not for another
         with torch.cuda.stream(self.stream):
             graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
             try:
@@ -216,7 +220,7 @@ _POOLS: WeakValueDictionary[Hashable, Pool] = WeakValueDictionary()
 
 
 def pool_for(device: torch.device, alive: int) -> Pool:
-    """That of the current stream in which so much can be alive. If it has to grow, its graphs are captured anew."""
+    """The pool of the current stream, with room for so many bytes. If it has to grow, all graphs are captured anew."""
     where = surroundings(device)[:2]
     pool = _POOLS.get(where)
     if pool is None or pool.size < room_for(alive):
@@ -229,7 +233,7 @@ def pool_for(device: torch.device, alive: int) -> Pool:
 
 
 def release() -> None:
-    """Let passes be captured anew, and give their memory back."""
+    """Forget all graphs: their memory is given back, and passes are captured anew."""
     _GRAPHS.clear()
     _NEEDED.clear()
 
@@ -239,14 +243,14 @@ def empty(tensor: Grad) -> Grad:
 
 
 class Bytes:
-    """Memory that is somebody else's, for ``torch.as_tensor``."""
+    """Memory that somebody else owns, as ``torch.as_tensor`` reads it."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
 
 
 def place_of(tensor: Grad) -> Grad:
-    """The same memory, which may be used for something else."""
+    """A tensor in the same memory that does not own it: the allocator may use it for something else."""
     if tensor is None or not tensor.is_cuda or not tensor.numel():
         return tensor
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

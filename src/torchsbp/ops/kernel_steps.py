@@ -1,7 +1,7 @@
 """The steps of ``steps.py`` on a GPU: what each one allocates, and the kernel of ``kernels.py`` that it launches.
 
-Sums over rows go to a buffer that all steps of a backward pass share: each program of a kernel writes its own row of
-it, and it is summed once.
+Sums over rows go to a buffer that all steps of a backward pass share: each program of a kernel writes to its own row of
+the buffer, whose rows are summed once, at the end.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from .layers import Grad, LastLayer, Normed
 from .steps import Affine, Cotangent, Steps
 
 PROGRAMS_PER_PROCESSOR = 4
-ACTIVATION_TILE = {"ROWS": 8, "BLOCK": 128, "num_warps": 4}  # not of whole rows
+ACTIVATION_TILE = {"ROWS": 8, "BLOCK": 128, "num_warps": 4}  # some columns, not whole rows
 ACTIVATION_CODES = {"gelu": 0, "gelu_tanh": 1, "quick_gelu": 2, "silu": 3, "relu": 4}
 """The activations that the kernel knows."""
 Launch = Callable[..., None]
@@ -40,7 +40,7 @@ def processors(device: torch.device) -> int:
 
 
 def tile(width: int, elements: int = 2048) -> dict[str, int]:
-    """Whole rows of so many channels, a warp for 1024 elements: measured on an H200 for widths 96, 192 and 768."""
+    """A tile of whole rows of that width, a warp for 1024 elements: measured on an H200 for widths 96, 192 and 768."""
     block = 1 << (width - 1).bit_length()
     rows = max(1, elements // block)
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(8, max(1, rows * block // 1024))}
@@ -49,7 +49,7 @@ def tile(width: int, elements: int = 2048) -> dict[str, int]:
 def rotated(
     launch: Launch, x: Tensor, rope: Tensor, rows: R.Rows, half: bool, back: bool, overwrite: bool = False
 ) -> Tensor:
-    """``rotary.rotate`` or its backward, for ``x [B, H, m, D]`` in rows; in its place if x may be overwritten."""
+    """``rotary.rotate`` or its backward for ``x [B, H, m, D]``; in place of x if it may be overwritten."""
     batch, heads, m, width = x.shape
     x = R.by_rows(x)
     y = x if overwrite else torch.empty(batch, m, heads, width, dtype=x.dtype, device=x.device).transpose(1, 2)
@@ -74,8 +74,8 @@ def take_rows(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
 def keep_rows(
     launch: Launch, x: Tensor, o: Tensor, lse: Tensor, rows: Tensor, dtype: torch.dtype, x_rows: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of ``x [B, N, C]`` in ``dtype``, all rows or (``x_rows``) kept ones; of ``o [B, N, H * D]`` and ``lse [B, H, N]``
-    the kept ones, as ``[R, H * D]`` and ``[B, H, k]``."""
+    """All rows or (``x_rows``) the kept ones of ``x [B, N, C]``, in ``dtype``; and the kept ones of ``o [B, N, H * D]``
+    and ``lse [B, H, N]``, as ``[R, H * D]`` and ``[B, H, k]``."""
     (batch, positions, width), heads, count, C = o.shape, lse.shape[1], rows.shape[0], x.shape[2]
     x, o = x.contiguous(), o.contiguous()
     has_x = x_rows or dtype != x.dtype
@@ -96,11 +96,11 @@ def keep_rows(
 
 
 CHOSEN_AMONG = 4096
-"""rows of a sample that a program can hold"""
+"""How many rows of a sample a program can hold."""
 
 
 def choose_rows(launch: Launch, dy: Tensor, marks: Tensor, prefix: int) -> Chosen:
-    """``chosen.choose``, and the inverse."""
+    """``chosen.choose`` in two kernels, with the inverse of the rows."""
     (samples, k), (size, C), dy = marks.shape, dy.shape, dy.contiguous()
     n, device = size // samples, dy.device
     lengths = torch.empty(size, dtype=torch.float32, device=device)
@@ -135,12 +135,12 @@ def scaled_last_layer(
 
 
 def given_inverse(rows: R.Rows, inverse: Grad, size: int) -> Grad:
-    """That of the rows, made unless it is at hand."""
+    """The inverse of the rows, made unless it is given."""
     return R.inverse(rows, size) if inverse is None and rows is not None else inverse
 
 
 def row_weight(weight: R.Weight) -> dict[str, Any]:
-    """What a kernel is told about it."""
+    """The arguments that tell a kernel how often rows count."""
     by_row = isinstance(weight, Tensor)
     value, prefix = weight if isinstance(weight, R.RowWeight) else R.RowWeight(1.0)
     weighted = {"WEIGHTED": weight is not None, "BY_ROW": by_row}
@@ -161,7 +161,7 @@ class KernelSteps(Steps):
     """Every kernel of a step is launched here, and only here."""
 
     def parts(self, count: int) -> list[Any]:
-        """Each with a part of the programs."""
+        """Each has a share of the programs, and writes to their rows of the buffer."""
         programs, found = self.programs // count, [copy(self) for _ in range(count)]
         assert programs * count == self.programs
         for part, sums in zip(found, self.sums.split(programs), strict=True):
@@ -177,20 +177,20 @@ class KernelSteps(Steps):
         return dict(zip(self.widths, self.sums.sum(0).split_with_sizes(list(self.widths.values())), strict=True))
 
     def room(self, total: str, width: int) -> int:
-        """The first of the buffer's columns for a sum of that name."""
+        """Reserve columns of the buffer for a sum, and return the first of them."""
         assert total not in self.widths, f"{total} has a sum already"
         start, self.used, self.widths[total] = self.used, self.used + width, width
         return start
 
     def put(self, total: str, value: Tensor) -> None:
-        """A sum that no kernel has left."""
+        """Put a sum into the buffer that no kernel has left there."""
         width = value.shape[0]
         columns = self.sums.narrow(1, self.room(total, width), width)
         columns.zero_()
         columns.select(0, 0).copy_(value)
 
     def buffer(self, total: str, width: int) -> dict[str, Any]:
-        """What a kernel is told about its sum."""
+        """The arguments that tell a kernel where its sum goes."""
         return {"sums": self.sums, "first": self.room(total, width), "columns": self.sums.shape[1]}
 
     def cotangent(
@@ -327,8 +327,8 @@ class KernelSteps(Steps):
         half: Grad = None, scaled: Grad = None, factor: Grad = None, scale: Grad = None, samples: int = 1,
         half_total: str = "", row: R.Weight = None, dx: Grad = None,
     ) -> Tensor:  # fmt: skip
-        """The kernel's sums are side by side: the norm's weight, its bias, and if there is a ``half``, that's.
-        ``dx`` is written to if it is given; it may be dn."""
+        """The kernel leaves sums side by side: of the norm's weight, of its bias, and of ``half`` if there is one.
+        If ``dx`` is given, the result is written there; it may be dn."""
         C = dn.shape[1]
         buffer = self.buffer(f"{norm_total}_weight", C)
         self.room(f"{norm_total}_bias", C)

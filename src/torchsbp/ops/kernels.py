@@ -1,7 +1,7 @@
 """Triton kernels for the steps of ``kernel_steps.py``, one launch each.
 
-Every kernel walks over tiles of whole rows. Sums over rows stay in a program's registers until its last tile, then go
-to its row of the buffer ``sums``, at column ``first``. Arithmetic is in float32 whatever is stored.
+A program goes through tiles of rows, whole ones except for activations. Its sums over rows stay in registers until the
+last tile, then go to its row of the buffer ``sums``, at column ``first``. Arithmetic is float32 whatever is stored.
 """
 
 import triton
@@ -18,7 +18,7 @@ RELU = tl.constexpr(ACTIVATION_CODES["relu"])
 
 @triton.jit
 def counted(counts, r, here, per_sample, row_weight, prefix, BY_ROW: tl.constexpr):
-    """How often rows count."""
+    """How often rows count: each by itself (BY_ROW), or all alike but for the prefix of a sample."""
     if BY_ROW:
         return tl.load(counts + r, here, 0.0).to(tl.float32)
     return tl.where(r % per_sample < prefix, 1.0, row_weight)
@@ -59,8 +59,8 @@ def normalise(
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRE: tl.constexpr, KEEP: tl.constexpr, HAS_KEPT: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``after`` is not read: it orders this kernel behind another one. Row r of y is row ``inverse[r]`` of y_kept too,
-    unless that is -1."""
+    """``after`` is not read: it orders this kernel behind the one that makes it. Row r of y goes to row ``inverse[r]``
+    of y_kept too, unless that is -1."""
     c = tl.arange(0, BLOCK)
     inside = c < C
     for start in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
@@ -98,7 +98,7 @@ def normalise(
 
 @triton.jit
 def normal_cdf(a, e):
-    """Of the standard normal distribution, given ``e = exp(−a² / 2)``, which GELU's derivative needs anyway.
+    """The standard normal distribution function, given ``e = exp(−a² / 2)``, which GELU's derivative needs anyway.
 
     The tail by Abramowitz and Stegun 7.1.26 (error below 1e-7): a third of the instructions of erf.
     """
@@ -109,7 +109,7 @@ def normal_cdf(a, e):
 
 @triton.jit
 def value_and_slope(a, CODE: tl.constexpr):
-    """Of the activation whose code is one of ``ACTIVATION_CODES``."""
+    """act(a) and act'(a) for the activation of that code (``ACTIVATION_CODES``)."""
     if CODE == GELU:
         e = tl.exp(-0.5 * a * a)
         cdf = normal_cdf(a, e)
@@ -139,7 +139,7 @@ def activation(
     h, dg, g, sums, first, columns, count, H: tl.constexpr,
     CODE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dh overwrites dg; g may be h."""
+    """``g = act(h)`` and its dh; dh overwrites dg; g may be h."""
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = c < H
     total = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -193,7 +193,7 @@ def rotation(
     HALF: tl.constexpr, BACK: tl.constexpr, HAS_ROWS: tl.constexpr, BY_HEAD: tl.constexpr, OVERWRITE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x turned by the angles of their positions, or back; OVERWRITE: y is x."""
+    """Rotate rows of x by the angles of their positions, or BACK; OVERWRITE: y is x."""
     c = tl.arange(0, BLOCK)
     d = c % D
     partner = (d + D // 2) % D if HALF else d ^ 1
@@ -225,7 +225,7 @@ def stack(
     a, b, c, stacked, sums, first, columns, count_a, count, C: tl.constexpr,
     PARTS: tl.constexpr, APART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, i) copies rows of part i to its columns; the first is only summed if it stays APART."""
+    """Program (p, i) copies rows of part i to its columns; if the first part stays APART, it is only summed."""
     part = tl.program_id(1)
     k = tl.arange(0, BLOCK)
     inside = k < C
@@ -257,7 +257,7 @@ def norm_backward(
     GATED: tl.constexpr, HAS_HALF: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SCALE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Row i of the result; its place among the kept rows is ``inverse[i]``, -1 if it is not kept."""
+    """Row i of the result is row ``inverse[i]`` of the kept ones; it is not kept if that is -1."""
     c = tl.arange(0, BLOCK)
     inside = c < C
     w = tl.full([1, BLOCK], 1.0, tl.float32)
@@ -331,7 +331,7 @@ def last_layer(
     product, total, weight, bias, scale, dbias, dscale,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program i: of row i of the product that of the weight's gradient, and the two vectors' element."""
+    """Program i turns row i of the product into that of the weight's gradient, and makes element i of both vectors."""
     i = tl.program_id(0)
     gamma = tl.load(scale + i).to(tl.float32)
     dot = tl.zeros([BLOCK], tl.float32)

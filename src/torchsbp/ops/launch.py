@@ -1,11 +1,11 @@
-"""launch: a kernel of ``kernels.py``, ``row_kernels.py`` or ``window_kernels.py``, bound once for a kind of arguments.
+"""launch: runs Triton kernels (``kernels.py``, ``row_kernels.py``, ``window_kernels.py``) without Triton's overhead.
 
-Triton binds, specialises and looks up its kernel in every launch, asks the driver about every tensor, and prepares what
-profilers might want: 20 to 80 µs of the CPU's time on an H200's machine, more than many of these kernels run. One that
-is compiled already for such arguments goes to the driver without any of that.
+In every launch Triton binds and specialises arguments, looks up the compiled kernel, asks the driver about every
+tensor, and prepares what profilers might want: 20 to 80 µs of the CPU's time on an H200's machine, more than many of
+these kernels run. Here a kernel that is compiled already for such a kind of arguments goes straight to the driver.
 
-In a compiled step a launch is an operator. The compiler could be given the kernel itself, but then it analyses what the
-kernel writes to, and translates it, for every launch anew.
+In a compiled step a launch is an operator. Inductor could be given the Triton kernel itself, but then it would analyse
+what the kernel writes to, and translate it, for every launch anew.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,13 +36,13 @@ WRITTEN = {
     "window_backward": {"dq", "dk", "dv", "d_pad_k", "d_pad_v", "d_bias"},
     "window_backward_queries": {"dq", "d_bias"},
 }
-"""the tensors that a kernel writes to, if it is given them"""
+"""Kernel -> the tensors that it writes to, if it is given them."""
 Taken = Callable[[Mapping[str, Any]], tuple[Any, ...]]
 
 
 class Kernel(NamedTuple):
-    """The function, what takes its arguments by kind, which is their order too, and how many constants it has: the
-    rest of them are options of the launch."""
+    """A Triton function, functions that take its tensors, numbers and constants from named arguments, in the order of
+    its signature, and how many of the constants are its own: the rest are options of the launch."""
 
     function: Any
     tensors: Taken
@@ -53,14 +53,14 @@ class Kernel(NamedTuple):
 
 _KERNELS: dict[str, Kernel] = {}
 Compiled = tuple[Any, Any, Any]
-"""a kernel: its launcher, its handle, and what that has to know"""
+"""A compiled kernel: its launcher, its handle, its metadata."""
 _COMPILED: dict[tuple[Any, ...], Compiled] = {}
-"""by kind of arguments"""
+"""By kind of arguments."""
 
 
 def launch(kernel: str, grid: tuple[int, ...], **arguments: Any) -> None:
-    """Run it; needs Triton. Kernels take tensors (None: not there), then numbers, then constants, whose names are in
-    capitals; every launch of a kernel names the same arguments."""
+    """Launch a kernel; needs Triton. Kernels take tensors (None: absent), then numbers, then constants, whose names are
+    in capitals; every launch of a kernel names the same arguments."""
     if compiling():
         launch_later(kernel, grid, arguments)
     elif not no_data():
@@ -70,8 +70,10 @@ def launch(kernel: str, grid: tuple[int, ...], **arguments: Any) -> None:
 
 
 def launch_now(kernel: str, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> Compiled | None:
-    """Which one ran; None of Triton's interpreter, which compiles nothing. Triton is given the first tensor in the
-    place of one that is not there, and is not read: a C compiler builds a launcher for every set of those that are."""
+    """Launch a kernel and return its compiled form; None in Triton's interpreter, which compiles nothing.
+
+    Triton is given the first tensor in place of an absent one, which is not read: given None, it would build another
+    launcher, with a C compiler, for every set of absent tensors."""
     known = _KERNELS.get(kernel)
     if known is None:
         known = _KERNELS[kernel] = kernel_named(kernel, arguments)
@@ -94,7 +96,7 @@ def launch_now(kernel: str, grid: tuple[int, ...], arguments: Mapping[str, Any])
 
 
 def prepare(kernel: str, arguments: Mapping[str, Any]) -> None:
-    """It will be launched on other tensors: on a GPU, if all numbers are known, it is built meanwhile."""
+    """Begin to build a kernel that will be launched on other tensors: on a GPU, if all numbers are known."""
     values = arguments.values()
     device = next(value.get_device() for value in values if isinstance(value, Tensor))
     if device < 0 or any(isinstance(value, torch.SymInt) for value in values):
@@ -108,7 +110,7 @@ def prepare(kernel: str, arguments: Mapping[str, Any]) -> None:
 
 
 def aligned(addresses: Sequence[int | None]) -> Any:
-    """Which of them Triton's kernels may read 16 bytes at a time from: True if all."""
+    """Which addresses are multiples of 16, so that Triton's kernels may read 16 bytes at a time: True if all."""
     return reduce(or_, [a for a in addresses if a], 0) % 16 == 0 or tuple([a and a % 16 == 0 for a in addresses])
 
 
@@ -130,13 +132,13 @@ def function_named(kernel: str) -> Any:
 
 
 def taker(names: Sequence[str]) -> Taken:
-    """Of the values of these names, of which there may be one or none."""
+    """A function that takes the values of these names, a tuple also for one or none."""
     return itemgetter(*names) if len(names) > 1 else lambda arguments: tuple(arguments[name] for name in names)
 
 
 @lru_cache(4096, typed=True)
 def kind(value: float) -> Any:
-    """What of a number Triton compiles for: its type, whether it is 1, its divisibility by 16."""
+    """What Triton specialises a kernel for in a number: its type, whether it is 1, its divisibility by 16."""
     return (value == 1, value % 16 == 0, value.bit_length() > 31) if isinstance(value, int) else float
 
 
@@ -146,8 +148,8 @@ def stream(device: int) -> int:
 
 
 class Later(NamedTuple):
-    """A launch in a compiled step: its kernel; of its arguments the names of tensors that are read and written to, and
-    of numbers that are not known before (dynamic sizes); and all others. Sides of the grid are among the latter two."""
+    """A launch in a compiled step: its kernel; the names of tensors that it reads, of those that it writes to, and of
+    numbers known only when it runs (dynamic sizes); and all other arguments. The grid's sides are in the last two."""
 
     kernel: str
     read: list[str]
@@ -157,7 +159,7 @@ class Later(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """Such a launch with a compiled kernel: the grid's sides, and what puts addresses and numbers in order."""
+    """Such a launch with a compiled kernel: the grid's sides, what orders addresses and numbers, and the numbers."""
 
     compiled: Compiled
     sides: tuple[int, ...]
@@ -172,7 +174,7 @@ torch.library.define("torchsbp::launch", "(str name, Tensor[] read, Tensor(a!)[]
 
 
 def launch_later(kernel: str, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
-    """The operator, with a name for the launch."""
+    """Call the operator, which knows the launch by a name."""
     prepare(kernel, arguments)
     arguments = dict(zip(SIDES, (*grid, 1, 1), strict=False), **arguments)
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
@@ -209,4 +211,4 @@ def _launch(name: str, read: Sequence[Tensor], written: Sequence[Tensor], sizes:
 
 @torch.library.register_fake("torchsbp::launch")
 def _nothing(*given: Any) -> None:
-    """It gives nothing back."""
+    """The operator returns nothing."""

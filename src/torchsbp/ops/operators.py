@@ -1,7 +1,8 @@
-"""run_pass in a compiled step: what its compiler does not look into.
+"""``run_pass`` in a compiled step: an operator, into which the step's compiler does not look.
 
-The step has a call for every block. What it calls is compiled by itself, once for all blocks of a kind, and captured:
-the step is built in less time than if the compiler read every block, and launches as little as an eager one.
+The step calls the operator once for every block. The pass that it runs is compiled by itself, once for all blocks of a
+kind, and captured in a CUDA graph. So the step compiles in less time than if every block were traced, and has as few
+launches as an eager one.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -18,8 +19,8 @@ from .graphs import Pass, Tensors, passed, run_pass, surroundings, with_passed
 
 
 class Called(NamedTuple):
-    """A pass, what of it is not a tensor, and whether it is to be compiled: not in steps of other compilers, which are
-    there to do as they are told, nor for sizes that change, as every one would be compiled for."""
+    """A pass, its static arguments, and whether Inductor compiles it: not in steps of another backend, which was chosen
+    instead, nor for dynamic sizes, as it would be compiled for each of them."""
 
     run: Pass
     static: Any
@@ -27,8 +28,8 @@ class Called(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Of a pass: how many results it has, which of them are made, in which order their dimensions lie in memory, which
-    are what it was given, and what else."""
+    """What is known of a pass before it runs: how many results it has, which of them are made, in which order the
+    dimensions of these lie in memory, which are inputs passed through (``graphs.passed``), and its ``extra``."""
 
     results: int
     made: list[int]
@@ -37,7 +38,7 @@ class Outcome(NamedTuple):
     extra: Any
 
     def placed(self, made: Sequence[Tensor]) -> list[Any]:
-        """All results, of which these are made: the others are None."""
+        """All results: these where they are made, None elsewhere."""
         found: list[Any] = [None] * self.results
         for number, tensor in zip(self.made, made, strict=True):
             found[number] = tensor
@@ -50,9 +51,9 @@ torch.library.define("torchsbp::run_pass", "(str name, Tensor?[] given) -> Tenso
 
 
 def named_pass(run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
-    """``run_pass`` in a compiled step: the compiler has a name for the pass."""
+    """``run_pass`` in a compiled step, which knows the pass by a name."""
     constant = all(type(size) is int for t in given if t is not None for size in t.shape)
-    how = laid if constant else ordered  # it decides how results lie in memory, which is held by the name
+    how = laid if constant else ordered  # the layout of inputs decides that of results, which is kept by name
     kinds = [None if t is None else (t.dtype, *how(t)) for t in given]
     compiles = constant and read_by_inductor()
     name = call_named(run.__module__, run.__qualname__, static, kinds, compiles)
@@ -91,13 +92,13 @@ def ordered(tensor: Tensor) -> tuple[tuple[int, ...], bool]:
 
 
 def order_of(tensor: Tensor) -> tuple[int, ...]:
-    """Its dimensions, the one with the largest stride first; of equal ones the first, whose size is then 1."""
+    """The dimensions by stride, the largest first. Those of equal strides, where one has size 1, stay in order."""
     strides = tensor.stride()
     return tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
 
 
 def laid_out(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
-    """In memory without gaps, its dimensions in that order: the step's compiler relies on strides."""
+    """The tensor without gaps in memory, its dimensions in that order: the compiled step relies on its strides."""
     turned = tensor.permute(order)
     if turned.is_contiguous():
         return tensor
@@ -106,18 +107,18 @@ def laid_out(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
 
 @cache
 def compiled_pass(name: str) -> Pass:
-    """The pass as the compiler makes it for tensors of the shapes and strides that it is given, on their device,
-    whatever the stream."""
+    """The pass, compiled when it first runs on tensors of these shapes and strides, on this device and with these
+    settings; for all streams."""
     run = _PASSES[name].run
     compiled: dict[Hashable, Callable[..., Any]] = {}
 
     def run_compiled(static: Any, given: Tensors) -> tuple[Tensors, Any]:
-        if _get_current_dispatch_mode() is not None:  # somebody looks at every operator
+        if _get_current_dispatch_mode() is not None:  # which has to see every operator
             return run(static, given)
         tensors = [t.detach() for t in given if t is not None]
         device = tensors[0].device
         kind = device, *surroundings(device)[2:], *map(laid, tensors)
-        if kind not in compiled and in_capture(device):  # by the user: compilers run kernels, which fails there
+        if kind not in compiled and in_capture(device):  # the user's: to compile runs kernels, which fails there
             return run(static, given)
         with torch.no_grad():
             if kind not in compiled:
@@ -134,7 +135,7 @@ def in_capture(device: torch.device) -> bool:
 
 
 def read_again(name: str, given: Tensors) -> fx.GraphModule:
-    """One call of what the pass makes, into which the compiler looks this time."""
+    """A graph of one call of the pass, into which the compiler looks this time."""
     graph = fx.Graph()
     places = [None if t is None else graph.placeholder(f"given_{number}") for number, t in enumerate(given)]
     found = graph.call_function(made_by, (name, *places))

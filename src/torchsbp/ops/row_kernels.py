@@ -1,4 +1,4 @@
-"""Triton kernels that keep rows: for what forward passes save, and which ones, where backward chooses."""
+"""Triton kernels for kept rows: forward passes gather what they save, and backward passes may choose which to keep."""
 
 import triton
 import triton.language as tl
@@ -21,7 +21,8 @@ def keep(
     C: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, HAS_X: tl.constexpr, X_ROWS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Kept rows of an attention's output and of its log-sum-exp, ``[B, H, k]``; and x, or its kept rows (X_ROWS)."""
+    """Copy kept rows of an attention's output and of its log-sum-exp, ``[B, H, k]``; if HAS_X, also x or (X_ROWS) its
+    kept rows."""
     c = tl.arange(0, BLOCK)
     h = tl.arange(0, BLOCK_HEADS)
     if HAS_X:
@@ -48,7 +49,7 @@ def keep(
 
 @triton.jit
 def lengths(x, lengths, count, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of rows, as vectors."""
+    """The Euclidean lengths of rows."""
     c = tl.arange(0, BLOCK)
     for start in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
         r = start + tl.arange(0, ROWS)
@@ -59,15 +60,15 @@ def lengths(x, lengths, count, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def choose(lengths, marks, rows, counts, inverse, n, k, prefix, BLOCK: tl.constexpr):
-    """Program b: of the n rows of sample b. Probabilities are laid end to end in multiples of 2^-40, whose sums are
-    exact: so no row has two marks, and none but a row's own threads has to know where it ends."""
+    """Program b chooses among the n rows of sample b. Probabilities are laid end to end as multiples of 2^-40, whose
+    sums are exact: so no row has two marks, and a row's own threads can tell whether it has one."""
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     free = (i >= prefix) & (i < n)
     length = tl.load(lengths + b * n + i, free, 0.0).to(tl.float64)
-    length = tl.where(free & (length < 1e-30), 1e-30, length)  # where all are zero all are alike; what is NaN stays so
+    length = tl.where(free & (length < 1e-30), 1e-30, length)  # if all are zero, all are alike; NaN stays NaN
 
-    always, among = 0, tl.sum(length, 0)  # rows with p = 1, and the lengths of all others
+    always, among = 0, tl.sum(length, 0)  # how many rows have p = 1; the sum of all other lengths
     c = k / among
     more = True
     while more:
@@ -83,11 +84,11 @@ def choose(lengths, marks, rows, counts, inverse, n, k, prefix, BLOCK: tl.conste
     wide = tl.where(p > 0.0, p * one, 0.0).to(tl.int64)
     start = ((1.0 - tl.load(marks + b * k)) * one).to(tl.int64)
     ends = start + tl.cumsum(wide, 0)
-    mark = (ends >> 40) - 1  # the last one up to there
+    mark = (ends >> 40) - 1  # the last one up to the row's end
     chosen = free & (mark >= ((ends - wide) >> 40)) & (mark < k)
 
     own = b * (prefix + k)
-    tl.store(rows + own + i, b * n + i, i < prefix + k)  # what no row takes, where sums are rounded or NaN, counts 0
+    tl.store(rows + own + i, b * n + i, i < prefix + k)  # places that no row takes (sums are rounded, or NaN) count 0
     tl.store(counts + own + i, tl.where(i < prefix, 1.0, 0.0 * among).to(tl.float32), i < prefix + k)
     tl.debug_barrier()  # threads write where others have written
     tl.store(rows + own + prefix + mark, b * n + i, chosen)

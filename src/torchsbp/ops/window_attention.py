@@ -2,7 +2,8 @@
 
 Rows stay where they are: a ``Cut`` says which of them meet in a window, so that a shifted or padded grid is neither
 rolled nor copied. Backward recomputes ``P = exp(Q Kᵀ · scale + bias + mask − L)`` from the log-sum-exp L of the given
-queries, as in ``sdpa``. Slots outside of the grid are padding: they ask nothing, but are seen.
+queries, as in ``sdpa``. Slots outside of the grid are padding: no queries, but
+keys and values.
 
 ``WindowAttention`` writes this plainly: that is its definition, and what runs on CPU and in float64. On a CUDA device
 ``window_launches.KernelWindowAttention`` stands in for it. Shapes: Q ``[B, H, k, D]``, K and V ``[B, H, m, D]``, L
@@ -23,10 +24,10 @@ class Cut(NamedTuple):
     """How the n rows of every sample are cut into nW windows.
 
     - ``places``: the row in every slot, ``[nW, area]``; n, n + 1, … for padding. None: there are no windows.
-    - ``regions``: numbers ``[nW, area]``; slots of unequal ones are masked for each other. None: all see each other.
-    - ``slots``: the kept slots of every window, ``[B, nW, k]``, or ``[1, nW, k]`` where samples share them. None: all,
-      or those that are kept are not equally many.
-    - ``kept``: where these are among the kept rows of their sample, ``[nW, k]``; behind the last if it is padding.
+    - ``regions``: numbers ``[nW, area]``; slots with unequal ones are masked for each other. None: all see each other.
+    - ``slots``: the kept slots of every window, ``[B, nW, k]``, or ``[1, nW, k]`` where samples share them. None: all
+      are kept, or windows keep unequal numbers of them.
+    - ``kept``: the places of these slots among the kept rows of their sample, ``[nW, k]``; padding comes behind them.
     """
 
     places: Grad = None
@@ -39,7 +40,7 @@ NO_WINDOWS = Cut()
 
 
 def all_slots(cut: Cut) -> Cut:
-    """The same where all slots are kept."""
+    """The same windows with all slots kept."""
     return Cut(cut.places, cut.regions)
 
 
@@ -60,7 +61,7 @@ class Padding(NamedTuple):
 
 
 class WindowGradients(NamedTuple):
-    """Of the given rows of Q, K and V, of the bias where it is needed, and of padding where there is any."""
+    """Gradients of the given rows of Q, K and V, of the bias if it is needed, and of padding if there is any."""
 
     q: Tensor
     k: Tensor
@@ -85,7 +86,7 @@ class WindowAttention:
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
         bias: Tensor, padding: Padding | None, cut: Cut, scale: float, kept_keys: bool, needs_bias: bool,
     ) -> WindowGradients:  # fmt: skip
-        """From kept queries, with the keys and values of all rows, or of kept ones (``kept_keys``)."""
+        """Gradients from kept queries, with the keys and values of all rows or (``kept_keys``) of kept ones."""
         kept_keys = kept_keys and cut.kept is not None
         queries = cut.places if cut.kept is None else cut.kept
         keys = cut.kept if kept_keys else cut.places
@@ -95,7 +96,7 @@ class WindowAttention:
         rows, columns = q.shape[2], k.shape[2]
         q, do, o = (gather(t, queries) for t in (q, do, o))
         k, v = gather(k, keys, padding and padding.k), gather(v, keys, padding and padding.v)
-        lse = gather(lse.unsqueeze(-1), queries, lse.new_full((), torch.inf))  # what is no query has no probabilities
+        lse = gather(lse.unsqueeze(-1), queries, lse.new_full((), torch.inf))  # no query, no probabilities
         m = wide((q * scale) @ k.mT) + bias_of_kept(bias, cut, kept_keys) + mask(cut.regions, cut.slots, kept_keys)
         p = torch.exp(m - lse)
         if kept_keys:
@@ -139,7 +140,7 @@ def mask(regions: Grad, slots: Grad, kept_keys: bool) -> Tensor | float:
 
 
 def pairs(slots: Tensor, area: int, kept_keys: bool) -> Tensor:
-    """The numbers of (query, key) in a flat map over ``area`` slots, ``[1 or B, nW, k, keys]``."""
+    """Where each (query, key) is in a flattened ``[area, area]`` map: ``[1 or B, nW, k, keys]``."""
     keys = slots if kept_keys else torch.arange(area, device=slots.device).expand(*slots.shape[:2], -1)
     return slots.unsqueeze(3) * area + keys.unsqueeze(2)
 
@@ -153,7 +154,7 @@ def bias_of_kept(bias: Tensor, cut: Cut, kept_keys: bool) -> Tensor:
 
 
 def bias_gradient(ds: Tensor, bias: Tensor, cut: Cut, kept_keys: bool) -> Tensor:
-    """Of the bias, from that of the scores ``[B, nW, H, k, keys]``."""
+    """The gradient of the bias from that of the scores, ``[B, nW, H, k, keys]``."""
     if cut.slots is None:
         return ds.sum((0, 1))
     index = pairs(cut.slots, bias.shape[-1], kept_keys)

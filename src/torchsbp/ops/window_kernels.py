@@ -1,11 +1,12 @@
 """Triton kernels for attention in windows, launched by ``window_launches.py``.
 
-A program has a head and a window, or a tile of it, of some samples in turn. Where the window is one tile (WHOLE), what
-is added to its scores stays in registers for all of them. Rows are ``[rows, heads · D]`` and read where they are:
-``*_row`` is the distance from one to the next. Arithmetic is in float32 whatever is stored.
+A program takes one head of a window, or of a tile of it, for some samples in turn. If the window is one tile (WHOLE),
+what is added to its scores stays in registers for all these samples. Rows are ``[rows, heads · D]`` and read where they
+are: ``*_row`` is the distance from one to the next. Arithmetic is in float32 whatever is stored.
 
-A table has the row in every slot, or in every kept one; what is no row of the sample is padding. Tables are loaded by
-kernels, not by functions of theirs: what these return, a compiler takes for addresses in all of their arguments.
+A table has the row in every slot, or in every kept one; a number that is no row of the sample is padding. Kernels load
+tables themselves, not in functions that they call: a compiler that analyses what a kernel writes to takes the results
+of such functions for addresses in all of their arguments.
 """
 
 import triton
@@ -15,14 +16,14 @@ from .window_attention import MASKED
 
 ACROSS = tl.constexpr(MASKED)
 COUNTS = ["n", "rows", "columns", "heads", "windows", "batch", "samples"]
-"""what differs between the stages of a model: no address is aligned by it, and a kernel is compiled once for all"""
+"""What differs between a model's stages, for all of which a kernel is compiled once; no address is aligned by it."""
 
 
 @triton.jit
 def added(
     bias, regions, head, w, slot_q, slot_k, asks, seen, AREA: tl.constexpr, HAS_REGIONS: tl.constexpr,
 ):  # fmt: skip
-    """What is added to scores: bias and mask, −inf where there is no pair."""
+    """What is added to scores: bias and mask, or −inf where no query meets a key."""
     here = asks[:, None] & seen[None, :]
     found = tl.load(bias + head * AREA * AREA + slot_q[:, None] * AREA + slot_k[None, :], here, float("-inf"))
     found = found.to(tl.float32)
@@ -35,14 +36,14 @@ def added(
 
 @triton.jit
 def load_rows(x, first, place, distance, is_row, head, d, D: tl.constexpr):
-    """Of the sample whose first row is given."""
+    """Rows of one head, in the sample whose first row is given."""
     at = x + first * distance + head * D
     return tl.load(at + place[:, None] * distance + d[None, :], is_row[:, None] & (d < D)[None, :], 0.0)
 
 
 @triton.jit
 def load_keys(x, padding, first, place, distance, seen, is_row, head, d, D: tl.constexpr, PADDED: tl.constexpr):
-    """The same of keys or values; padding's where there is no row."""
+    """The same for keys or values, with those of padding where there is no row."""
     found = load_rows(x, first, place, distance, is_row, head, d, D)
     if PADDED:
         beyond = tl.load(padding + head * D + d, d < D, 0.0).to(x.dtype.element_ty)
@@ -114,8 +115,8 @@ def window_backward(
     SHARED: tl.constexpr, NEEDS_BIAS: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV; if a window is one tile, dQ and the bias's gradient too, summed over the samples before it is added to
-    the others'. Program (some samples, or one where they keep other rows, window, tile of keys, head)."""
+    """dK and dV; if a window is one tile also dQ and the bias's gradient, summed over samples before it is added to
+    that of other programs. Program (some samples, or one if each keeps other rows, window, tile of keys, head)."""
     tiles: tl.constexpr = (COUNT_K + KEYS - 1) // KEYS
     head = tl.program_id(0) % heads
     tile = tl.program_id(0) // heads % tiles
@@ -187,7 +188,7 @@ def window_backward_queries(
     SHARED: tl.constexpr, NEEDS_BIAS: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """dQ and the bias's gradient, where a window has several tiles. Program (sample, window, tile of queries, head)."""
+    """dQ and the bias's gradient, if a window has several tiles. Program (sample, window, tile of queries, head)."""
     tiles: tl.constexpr = (COUNT_Q + QUERIES - 1) // QUERIES
     head = tl.program_id(0) % heads
     tile = tl.program_id(0) // heads % tiles

@@ -1,4 +1,4 @@
-"""Attention in windows on a GPU: what each pass allocates, and the kernels of ``window_kernels.py`` it launches."""
+"""Attention in windows on a GPU: what each pass allocates, and which kernels of ``window_kernels.py`` it launches."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from .window_attention import Cut, Padding, WindowAttention, WindowGradients
 
 TILE = 64
 WARPS = {"num_warps": 4, "num_stages": 2}
-PROGRAMS, SAMPLES = 2048, 16  # enough to fill a GPU; at most so many samples share what a program has read
+PROGRAMS, SAMPLES = 2048, 16  # programs that fill a GPU; the most samples that one takes in turn
 
 
 class KernelWindowAttention(WindowAttention):
@@ -94,12 +94,12 @@ def padding_arguments(padding: Padding | None) -> dict[str, Any]:
 
 
 def samples_of(batch: int, programs: int) -> int:
-    """How many samples a program takes in turn, where there are so many programs for each."""
+    """How many samples one program takes in turn, if there are ``programs`` for each: enough programs must remain."""
     return max(1, min(SAMPLES, batch * programs // PROGRAMS))
 
 
 def power(size: int) -> int:
-    """The smallest side of a tile for so many."""
+    """The smallest side of a tile that holds so many: a power of two, at least 16."""
     return max(16, 1 << (size - 1).bit_length())
 
 
@@ -108,5 +108,5 @@ def tile(count: int) -> int:
 
 
 def precision(x: Tensor) -> str:
-    """Of products: float32 as PyTorch has it by default."""
+    """The precision of products: float32 ones are exact, as PyTorch's are by default."""
     return "ieee" if x.dtype == torch.float32 else "tf32"
