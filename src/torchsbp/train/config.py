@@ -96,7 +96,7 @@ class Optimizer:
     lr: float = field(default=4e-3, metadata=NOT_NEGATIVE)
     """learning rate, used as it is: never scaled by the batch or the number of processes"""
     weight_decay: float = field(default=0.05, metadata=NOT_NEGATIVE)
-    """of weights; biases and norms have none"""
+    """biases and norms have none"""
     options: dict[str, Any] = field(default_factory=dict)
     """further arguments of the optimizer, such as betas or momentum"""
     layer_decay: float | None = field(default=None, metadata=SHARE_ABOVE_0)
@@ -180,7 +180,7 @@ class Config:
     freeze: list[str] = field(default_factory=list)
     """parameters that are not trained: names of parameters or modules, with * and ?, such as [patch_embed, blocks.0]"""
     precision: Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] = "bfloat16"
-    """of autocast; parameters are float32 in any case"""
+    """precision of autocast; parameters are float32 in any case"""
     compile: bool | Literal["reduce-overhead", "max-autotune"] = False
     """use torch.compile, or use it in this mode; "reduce-overhead" captures CUDA graphs, for a GPU that waits for the
     CPU"""
@@ -189,7 +189,7 @@ class Config:
     deterministic: bool = False
     """call torch.use_deterministic_algorithms: the same bits in every run, on a GPU too, but slower"""
     seed: int = field(default=0, metadata=SEEDS)
-    """of weights, order of samples, augmentation and masks"""
+    """seed of initial weights, order of samples, augmentation and masks"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one"""
     parallel: Literal["ddp", "fsdp"] = "ddp"
@@ -197,7 +197,8 @@ class Config:
     eval_every: int = field(default=1, metadata=COUNT)
     """epochs from one evaluation to the next; the last epoch is always evaluated"""
     patience: int | None = field(default=None, metadata=COUNT)
-    """stop after so many evaluations in which the metric that decides which checkpoint is best was not better"""
+    """stop after so many evaluations in a row without a better value of the metric that decides which checkpoint is
+    best"""
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     log: Log = field(default_factory=Log)
     resume: str | None = None
