@@ -96,7 +96,7 @@ class Optimizer:
     lr: float = field(default=4e-3, metadata=NOT_NEGATIVE)
     """learning rate, used as it is: never scaled by the batch or the number of processes"""
     weight_decay: float = field(default=0.05, metadata=NOT_NEGATIVE)
-    """biases and norms have none"""
+    """weight decay; biases and norms have none"""
     options: dict[str, Any] = field(default_factory=dict)
     """further arguments of the optimizer, such as betas or momentum"""
     layer_decay: float | None = field(default=None, metadata=SHARE_ABOVE_0)
@@ -116,7 +116,7 @@ class Schedule:
     """updates by which the warm-up is longer than warmup_epochs"""
     warmup_lr: float = field(default=0.0, metadata=NOT_NEGATIVE)
     min_lr: float = field(default=1e-6, metadata=NOT_NEGATIVE)
-    """where cosine, tanh and poly end"""
+    """the rate at which cosine, tanh and poly end"""
     options: dict[str, Any] = field(default_factory=dict)
     """further arguments of the schedule, such as decay_epochs or decay_rate"""
 
@@ -148,7 +148,7 @@ class Log:
     every_steps: int = field(default=50, metadata=COUNT)
     """updates from one line of metrics to the next"""
     progress: bool = True
-    """show a progress bar; without a terminal, print a line every every_seconds seconds"""
+    """show a progress bar; without a terminal, print lines instead, every_seconds apart"""
     every_seconds: float = field(default=30.0, metadata=NOT_NEGATIVE)
     tensorboard: bool = False
     """write the numbers for TensorBoard too, into the run's folder"""

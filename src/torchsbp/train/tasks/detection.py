@@ -138,7 +138,7 @@ class Augment:
     long: int = field(default=1333, metadata=COUNT)
     """but the longer side to no more than this"""
     crop: bool = False
-    """before that, for half of the images: resize the shorter side to one of crop_short, and crop"""
+    """before that, resize the shorter side of half of the images to one of crop_short, and crop them"""
     crop_short: list[int] = field(default_factory=lambda: [400, 500, 600], metadata=COUNT)
     crop_sides: tuple[int, int] = field(default=(384, 600), metadata=COUNT)
     """the least and the largest height and width of the crop"""

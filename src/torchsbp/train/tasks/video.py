@@ -56,7 +56,7 @@ class Data:
     frames: int = field(default=32, metadata=COUNT)
     """frames of a clip"""
     stride: int = field(default=2, metadata=COUNT)
-    """a clip takes every so many-th frame of the video"""
+    """distance from one frame of a clip to the next, in frames of the video"""
     size: int = field(default=224, metadata=COUNT)
     """side of the frames that the model sees, in pixels"""
     side: int | None = field(default=None, metadata=COUNT)
