@@ -59,8 +59,8 @@ def opened(own: argparse.Namespace, command: str, overrides: list[str]) -> Itera
 
 
 def without_training(config: dict[str, Any]) -> dict[str, Any]:
-    """The run's configuration without options that matter to training alone. Those of SBP and ``task.lean`` would also
-    be refused if an earlier version recorded them under other names."""
+    """The run's configuration without SBP, a detector's ``lean``, ``resume`` and ``throughput``, which only training
+    needs. An earlier version had other options of SBP and ``lean``, which would be refused."""
     task = config.get("task", {})
     if task.get("name") == "detection":
         task = {**task, "lean": {}}

@@ -61,7 +61,7 @@ class Learner:
         return nn.parallel.DistributedDataParallel(self.model) if several and parallel == "ddp" else self.model
 
     def check_norms(self) -> None:
-        """Raise ``UsageError`` for synchronised batch norm, which torch does not have on CPUs."""
+        """Raise ``UsageError`` for synchronised batch norm that is not frozen: torch does not have it on CPUs."""
         for name, module in self.model.named_modules():
             if isinstance(module, nn.SyncBatchNorm) and module not in self.still:
                 raise UsageError(

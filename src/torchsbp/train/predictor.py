@@ -42,8 +42,8 @@ class Predictor:
         raise NotImplementedError
 
     def predict(self, model: nn.Module, inputs: list[Any]) -> list[Prediction]:
-        """A prediction for each input. The model is in eval mode on the task's device, without gradients, under
-        autocast."""
+        """A prediction for each input. The model is in eval mode, on the task's device; gradients are off, autocast is
+        that of the run."""
         raise NotImplementedError
 
     def document(self, files: Sequence[str], records: Sequence[dict[str, Any]]) -> Any:
