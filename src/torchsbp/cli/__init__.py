@@ -1,1 +1,1 @@
-"""The command line: main, and a file for each command."""
+"""The command line: ``main``, and a file for each command."""

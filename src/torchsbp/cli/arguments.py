@@ -10,7 +10,7 @@ from ..memory.checks import ALSO, PRECISIONS
 from ..memory.estimate import OPTIMIZERS
 from .named import HELP, Named
 
-KINDS = [bool, list[int], int, float, list[float], str, list[str]]  # in this order: what fits fewer texts first
+KINDS = [bool, list[int], int, float, list[float], str, list[str]]  # tried in this order: what fits few texts first
 TRUTH = {"true": True, "yes": True, "false": False, "no": False}
 
 
@@ -32,7 +32,7 @@ def parser(command: str, description: str) -> argparse.ArgumentParser:
 
 
 def spellings(name: str) -> list[str]:
-    """``--keep-ratio`` and ``--keep_ratio``."""
+    """Both spellings of an option, such as ``--keep-ratio`` and ``--keep_ratio``."""
     return list(dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")))
 
 
@@ -47,11 +47,11 @@ def sizes(text: str) -> tuple[int, ...]:
 
 
 def reader(option: Option) -> Callable[[str], Any]:
-    """Text as a value of the first of the option's types that it can be."""
+    """A function from text to a value, of the first of the option's types that the text fits."""
 
     def read(text: str) -> Any:
         for kind in sorted(option.types, key=KINDS.index):
-            if kind == list[int] and text == "1":  # of blocks that is all of them, not an index
+            if kind == list[int] and text == "1":  # for ``blocks`` this is the share of all blocks, not an index
                 continue
             with suppress(ValueError, KeyError):
                 return as_kind(text.strip(), kind)
@@ -69,14 +69,14 @@ def as_kind(text: str, kind: Any) -> Any:
 
 
 def forms(kinds: tuple[Any, ...]) -> str:
-    """What may be written, in words."""
+    """What may be written for these types, in words."""
     words = {bool: "true, false", int: "a whole number", float: "a number", str: "a word"}
     known = [words.get(kind, "a list with commas") for kind in kinds]
     return " or ".join(dict.fromkeys(known))
 
 
 def sbp_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Those that were given."""
+    """The options of SBP that were given."""
     return {its.name: value for its in options() if (value := getattr(args, its.name)) is not None}
 
 

@@ -9,7 +9,7 @@ from .trained import opened, parser
 
 PURPOSE = "find actions in a video"
 SHOWN = 10
-"""segments that are printed"""
+"""how many segments are printed"""
 
 
 def arguments() -> argparse.ArgumentParser:

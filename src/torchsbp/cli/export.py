@@ -1,4 +1,4 @@
-"""``torchsbp export RUN --format FORMAT``: a trained model for use without torchsbp."""
+"""``torchsbp export RUN --format FORMAT``: write a trained model for use without torchsbp."""
 
 from pathlib import Path
 

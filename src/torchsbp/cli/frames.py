@@ -1,4 +1,4 @@
-"""``torchsbp frames VIDEO|FOLDER… --out ROOT/frames``: frames of video files, as arrays to train with."""
+"""``torchsbp frames VIDEO|FOLDER… --out ROOT/frames``: write frames of video files as arrays to train with."""
 
 import argparse
 from collections.abc import Iterable
@@ -44,7 +44,7 @@ def run(argv: list[str]) -> None:
 
 
 def found(given: Path) -> list[Path]:
-    """Video files: that one, or those of a folder."""
+    """The video files of a path: the file itself, or those in the folder."""
     from ..train.data.videos import FILES
 
     if given.suffix == ".npy":
@@ -61,7 +61,7 @@ def found(given: Path) -> list[Path]:
 
 
 def named(paths: Iterable[Path]) -> dict[str, Path]:
-    """Videos by the names of their frames, which no two may share."""
+    """Videos by the names of their arrays; raise ``UsageError`` if two would have the same."""
     result: dict[str, Path] = {}
     for path in paths:
         other = result.setdefault(path.stem, path)
@@ -73,7 +73,8 @@ def named(paths: Iterable[Path]) -> dict[str, Path]:
 
 
 def extract(path: Path, target: Path, fps: float, short: int) -> int:
-    """How many frames were written, under another name first: what is interrupted is done again."""
+    """Write the frames of a video and return how many. The file gets its name when it is complete: the next call of the
+    command repeats a video that was interrupted."""
     import numpy as np
     from torchvision.transforms.v2.functional import resize
 

@@ -1,9 +1,9 @@
 """``torchsbp COMMAND …``. A command is a file beside this one that has ``PURPOSE`` and ``run(argv)``.
 
-Its name is the file's, or the file's ``NAME``. Exit codes: 0 done; 1 it can't go on; 2 wrong usage or configuration;
-75 a signal came, everything is saved: run the same command again with ``--resume auto``; 130 Ctrl-C ended it at once.
-What is wrong with the user's input, data or machine is told in one message; anything else is our mistake and keeps its
-traceback.
+Its name is the file's, or the file's ``NAME``. Exit codes: 0 done; 1 the command can't go on; 2 wrong usage or
+configuration; 75 a signal came and everything is saved: run the same command again with ``--resume auto``; 130 Ctrl-C
+ended it at once. Faults of the user's input, data or machine are reported in one message; any other error is a bug of
+ours and keeps its traceback.
 """
 
 import ast
@@ -23,18 +23,18 @@ from ..errors import DataError, RunError, SignalError, UsageError
 
 IMPOSSIBLE, MISUSED = 1, 2
 INTERRUPTED = 75  # EX_TEMPFAIL: try again
-ENDED = 130  # as shells say of what SIGINT ended
+ENDED = 130  # as shells report a process that SIGINT has ended
 
 
 class Command(NamedTuple):
-    """A command's file, read but not run: help needs neither torch nor what the commands need."""
+    """A command's file, parsed but not imported: help then needs neither torch nor what the commands need."""
 
     module: str
     PURPOSE: str
     """what it does, in a few words"""
 
     def run(self, argv: list[str]) -> int | None:
-        """Its exit code, None if all is well."""
+        """Run the command. Return its exit code; None means 0."""
         return import_module(self.module).run(argv)
 
 
@@ -49,7 +49,7 @@ def commands() -> dict[str, Command]:
 
 
 def constants(path: Path) -> dict[str, str]:
-    """Texts that a file gives names to."""
+    """The string constants of a file, by name."""
     found = {}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def ended_by_ctrl_c() -> Iterator[None]:
-    """Ctrl-C ends the process at once, whatever is being imported; the loop of ``train`` has a way of its own."""
+    """Inside, Ctrl-C ends the process at once, even during imports. The loop of ``train`` handles it in its own way."""
     own = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     if own or threading.current_thread() is not threading.main_thread():
         yield
@@ -97,7 +97,7 @@ def end(*_: object) -> None:
 
 
 def answered(name: str, *rest: str) -> int:
-    """The exit code of a command."""
+    """Run a command and return its exit code."""
     if name in ("-h", "--help"):
         print(usage())
         return 0
@@ -113,7 +113,7 @@ def answered(name: str, *rest: str) -> int:
         return told("interrupted: everything is saved; continue with --resume auto", INTERRUPTED)
     except UsageError as error:
         return told(f"torchsbp {name}: {error}", MISUSED)
-    except DataError as error:  # from a worker it comes with the worker's traceback before it
+    except DataError as error:  # a worker's error has the worker's traceback before the message
         return told(f"error: {str(error).rstrip().splitlines()[-1].split('DataError: ')[-1]}", IMPOSSIBLE)
     except (RunError, OSError) as error:
         return told(f"error: {error}", IMPOSSIBLE)

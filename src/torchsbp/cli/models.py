@@ -1,4 +1,4 @@
-"""``torchsbp models [MODEL]``: which families are supported, and what ``apply`` would do with a named model."""
+"""``torchsbp models [MODEL]``: list the supported families, or show what ``apply`` would do with a model."""
 
 import argparse
 import json
@@ -22,7 +22,8 @@ PURPOSE = "which models are supported, and which blocks of a model"
 
 
 def run(argv: list[str]) -> int:
-    """Which models are supported; of a named one, which blocks are sampled, or why it is refused (exit status 1)."""
+    """List the supported models. For a named one, show which blocks are sampled, or why it is refused (exit status
+    1)."""
     parser = argparse.ArgumentParser("torchsbp models", description=run.__doc__)
     parser.add_argument("model", metavar="MODEL", nargs="?", help=HELP)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -54,7 +55,7 @@ def families() -> list[dict[str, Any]]:
 
 
 def kinds(descriptions: Descriptions) -> list[str]:
-    """Of these, in the order in which they are tried."""
+    """The kinds of these descriptions, in the order in which they are tried."""
     return list(dict.fromkeys(its.kind for its in several(descriptions)))
 
 
@@ -108,7 +109,7 @@ def examine(model: nn.Module) -> dict[str, Any]:
 
 
 def blocks(model: nn.Module, adapter: Adapter, layout: Layout) -> Iterator[dict[str, Any]]:
-    """Blocks and layers between stages; problems are told without names, so that those of like blocks are alike."""
+    """Blocks and layers between stages. Problems don't name their block, so that similar blocks have equal ones."""
     for place in survey(model, adapter, layout, resolved(SBPConfig(), adapter.recommended_for(model))):
         yield {
             "name": place.name,
@@ -139,14 +140,14 @@ def describe(name: str, about: dict[str, Any]) -> str:
 
 
 def recommendations(recommended: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """What the presets of these names are for the family."""
+    """Lines that say what the presets of these names mean for the family."""
     for preset, options in recommended.items():
         told = ", ".join(f"{option}={value}" for option, value in options.items())
         yield f"  {preset}: {told}{EXACT if options['keep_ratio'] == 1 else ''}"
 
 
 def group(found: list[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    """Neighbours that are alike on one line: their names, their class, and what becomes of them."""
+    """Neighbouring blocks that are alike, as one line: their names, their class, and how they are run."""
 
     def fate(block: dict[str, Any]) -> tuple[str, str]:
         taken = f"{block['kind']}, {'sampled' if block['sampled'] else 'exact'}"

@@ -1,5 +1,5 @@
-"""Models by name, as the command line takes them, built on the meta device: of timm, torchvision or transformers, or
-what a function of the user's own makes."""
+"""Models by the names that the command line takes: from timm, torchvision or transformers, or made by a function of the
+user's own. They are built on the meta device."""
 
 import sys
 import warnings
@@ -14,7 +14,7 @@ from torch import nn
 from ..errors import UsageError
 
 LIBRARIES = ("timm", "torchvision")
-"""Those whose names are found without a prefix."""
+"""Libraries whose names are found without a prefix."""
 TRANSFORMERS = "transformers"
 SIZE_OPTIONS = {"timm": "img_size", "torchvision": "image_size"}
 IMAGE, FRAMES = (3, 224, 224), 16
@@ -51,7 +51,7 @@ def find_model(name: str, size: int | None = None, channels_last: bool = False, 
 
 
 def of_library(name: str, size: int | None) -> Named:
-    """A model of timm or torchvision, "timm/…" or "torchvision/…" where both have it."""
+    """A model of timm or torchvision. Without "timm/" or "torchvision/" before the name, timm comes first."""
     library, _, short = name.rpartition("/")
     if library not in ("", *LIBRARIES):
         raise UsageError(f"unknown library {library!r} in {name!r}; known: {', '.join((*LIBRARIES, TRANSFORMERS))}")
@@ -91,7 +91,7 @@ def of_transformers(name: str, size: int | None) -> Named:
 
 
 def of_function(name: str, size: int | None) -> Named:
-    """What a function makes, "module:function"; the module may be a file in the current folder."""
+    """The model that a function returns, "module:function"; the module may be a file in the current folder."""
     path, _, function = name.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -108,7 +108,7 @@ def of_function(name: str, size: int | None) -> Named:
 
 
 def made(make: Callable[[], Any], name: str) -> nn.Module:
-    """On the meta device; an error if it is no model."""
+    """Call ``make`` on the meta device; raise ``UsageError`` if it fails or does not return a module."""
     try:
         with torch.device("meta"):
             model = make()
@@ -120,7 +120,7 @@ def made(make: Callable[[], Any], name: str) -> nn.Module:
 
 
 def names(library: str) -> list[str]:
-    """Of all models; an error if the library is not installed."""
+    """The names of all models in a library; raise ``UsageError`` if it is not installed."""
     try:
         if library == "timm":
             import timm
@@ -141,7 +141,7 @@ def unknown(name: str, libraries: list[str]) -> str:
 
 
 def default_input(library: str, name: str) -> Shape:
-    """The shape of its images, or of its videos."""
+    """The shape of one sample, an image or a video."""
     if library == "torchvision":
         from torchvision.models import get_model_builder
 
@@ -154,9 +154,9 @@ def default_input(library: str, name: str) -> Shape:
 
 
 def create(library: str, name: str, options: dict[str, Any]) -> nn.Module:
-    """Built without weights; the size of images is told to models that ask for it."""
+    """Build a model without weights. ``options`` (the size of images) are left out if the model does not take them."""
     make, tries = maker(library), [options, {}]
-    if library == "torchvision":  # detectors would load the weights of their backbone
+    if library == "torchvision":  # without this, detectors load the weights of their backbone
         tries = [{"weights_backbone": None, **given} for given in tries] + tries
     with warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")

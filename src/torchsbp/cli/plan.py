@@ -1,4 +1,4 @@
-"""``torchsbp plan MODEL --memory 16GiB``: the configuration that fits a memory budget, or the batch that does."""
+"""``torchsbp plan MODEL --memory 16GiB``: find the configuration, or the batch, that fits a memory budget."""
 
 import argparse
 import json
@@ -15,8 +15,8 @@ PURPOSE = "the configuration, or the batch, that fits a memory budget"
 
 
 def run(argv: list[str]) -> None:
-    """The configuration that fits the memory of a GPU: what is recommended for the model's family, then the least loss
-    of gradient quality, then the best speed."""
+    """Find the configuration that fits the memory of a GPU. Preferred is what is recommended for the model's family,
+    then the least loss of gradient quality, then the best speed."""
     arguments = parser("plan", run.__doc__ or "")
     arguments.add_argument(
         "--memory", help="of the GPU: 16GiB, 16G, 16GB, 8000MiB; that of the one here if there is one"

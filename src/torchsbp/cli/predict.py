@@ -1,4 +1,4 @@
-"""``torchsbp predict RUN FILE|FOLDER… [options]``: what a trained model finds in files, as CSV, JSON and a page."""
+"""``torchsbp predict RUN FILE|FOLDER… [options]``: write what a trained model finds in files, as CSV, JSON, a page."""
 
 import argparse
 import csv
@@ -46,7 +46,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def files(inputs: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
-    """Those that are named, and those in folders, at any depth; each once."""
+    """The files that are named, and those in folders, at any depth; each once."""
     found: dict[Path, None] = {}
     for path in inputs:
         if path.is_dir():
@@ -80,7 +80,7 @@ def predictions(predictor: "Predictor", its: Opened, paths: list[Path], batch: i
 
 
 class Inputs:
-    """(path, input, None) of every file, or (path, None, why it can't be read)."""
+    """A dataset of files: (path, input, None), or (path, None, why it can't be read)."""
 
     def __init__(self, predictor: "Predictor", paths: list[Path]) -> None:
         self.predictor, self.paths = predictor, paths
@@ -100,7 +100,7 @@ WRITTEN = ("predictions.csv", "predictions.json", "predictions.html")
 
 
 def write(predictor: "Predictor", found: list[tuple[str, "Prediction"]], unread: list[str], own: Any) -> None:
-    """Everything into the folder."""
+    """Write the table, the JSON file and the page, with its pictures, into the folder."""
     from ..report.gallery import gallery
 
     own.out.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def write(predictor: "Predictor", found: list[tuple[str, "Prediction"]], unread:
 
 
 def cards(predictor: "Predictor", found: list[tuple[str, "Prediction"]], own: Any) -> list["Card"]:
-    """For the page; pictures that the predictor draws into are written whole as well."""
+    """The cards of the page. Pictures that the predictor draws into are also written, in full size."""
     from ..report.gallery import Card, small
 
     result = []

@@ -1,4 +1,4 @@
-"""``torchsbp profile MODEL``: memory of a training step, by method and by block."""
+"""``torchsbp profile MODEL``: show the memory of a training step, by method and by block."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ METHODS = ("full", "checkpoint", "exact", "sbp")
 
 
 def run(argv: list[str]) -> None:
-    """Memory of a training step, method by method and block by block: measured if there is a CUDA device, else
+    """Show the memory of a training step, by method and by block: measured if there is a CUDA device, otherwise
     predicted for one."""
     arguments = parser("profile", run.__doc__ or "")
     arguments.add_argument("--methods", nargs="+", choices=METHODS, help="compared; all that the model supports")
@@ -70,7 +70,7 @@ def how_known(measured: Mapping[str, Measurement], predict: bool) -> str:
 def predictions(
     model: nn.Module, args: argparse.Namespace, shape: tuple[int, ...], configs: Mapping[str, Config], notes: list[str]
 ) -> dict[str, Estimate]:
-    """By method; one that the model does not support is left out with a note, unless it was asked for."""
+    """Estimates by method. One that the model does not support is left out with a note, unless it was asked for."""
     found = {}
     for title, config in configs.items():
         try:
@@ -90,7 +90,7 @@ def measurements(
     estimates: Mapping[str, Estimate],
     notes: list[str],
 ) -> dict[str, Measurement]:
-    """By method, of those that could be predicted as a whole and that fit."""
+    """Measurements by method, of those methods that were predicted for the whole model and that fit."""
     found = {}
     for title, its in estimates.items():
         if its.covers:

@@ -1,4 +1,4 @@
-"""A recipe and the options after it, as the configuration of a run; the task that they name brings its own."""
+"""Parse a recipe and the options after it into the configuration of a run. Its task adds options of its own."""
 
 import argparse
 from dataclasses import fields, is_dataclass
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..train.config import Config
 
 LONGEST = 1024
-"""of a path"""
+"""the longest text that may be a path"""
 RECIPES = Path(str(files("torchsbp") / "recipes"))
 
 
@@ -48,7 +48,7 @@ def parse(command: str, argv: list[str]) -> "Config":
 
 
 def spelled(word: str) -> str:
-    """An option by the name that it has in recipes: ``--channels-last`` and ``--keep-ratio`` are known too."""
+    """An option by the name that it has in recipes: ``--channels-last`` and ``--keep-ratio`` are understood too."""
     from ..train.config import Config
 
     if not word.startswith("--"):
@@ -68,7 +68,7 @@ def files_of(argv: list[str]) -> list[str]:
 
 
 def sections(task: str) -> dict[str, Any]:
-    """The parts of a configuration that have options of their own, and theirs."""
+    """The sections of a configuration, which have options of their own, and the sections within them."""
     from ..train import tasks
     from ..train.config import Config
 
@@ -81,7 +81,7 @@ def parts(kind: Any) -> dict[str, Any]:
 
 
 def check_sections(content: Any, known: dict[str, Any], where: str, name: str = "") -> None:
-    """Raise ``UsageError`` if there is something else in the place of options."""
+    """Raise ``UsageError`` if a section has something else in the place of options."""
     its_own = content if isinstance(content, dict) else getattr(content, "__dict__", None)
     if its_own is None:
         found = "nothing" if content is None else repr(content)
@@ -93,7 +93,7 @@ def check_sections(content: Any, known: dict[str, Any], where: str, name: str = 
 
 
 def parser(command: str, task: str) -> "ArgumentParser":
-    """The options of every run, and those of the task."""
+    """A parser of the options that every run has, and of the task's."""
     from jsonargparse import ArgumentParser, set_parsing_settings
 
     from ..train import tasks
@@ -114,7 +114,7 @@ def parser(command: str, task: str) -> "ArgumentParser":
 
 
 def task_name(argv: list[str]) -> str:
-    """The task that recipe files and options name: the last word counts, as for any other option."""
+    """The task that recipe files and options name: the last name counts, as for any other option."""
     from ..train.tasks import DEFAULT
 
     words = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -137,11 +137,11 @@ def named(task: Any) -> str:
 
 
 def read(text: str) -> Any:
-    """A YAML file's content, or the text's own; what can't be read is left to the parser, which says so."""
+    """The content of a YAML file, or of a YAML text. None if it can't be read: the parser then reports that."""
     import yaml
 
     try:
-        is_file = len(text) < LONGEST and Path(text).is_file()  # of a longer one the operating system would complain
+        is_file = len(text) < LONGEST and Path(text).is_file()  # the operating system refuses longer paths
         return yaml.safe_load(Path(text).read_text() if is_file else text)
     except (OSError, ValueError, yaml.YAMLError):
         return None

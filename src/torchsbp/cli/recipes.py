@@ -1,4 +1,4 @@
-"""``torchsbp recipes``: the shipped recipes, a line each."""
+"""``torchsbp recipes``: list the shipped recipes, a line each."""
 
 import argparse
 
@@ -8,7 +8,7 @@ PURPOSE = "the recipes that train knows"
 
 
 def run(argv: list[str]) -> None:
-    """The recipes that torchsbp train knows by name."""
+    """List the recipes that torchsbp train knows by name."""
     argparse.ArgumentParser("torchsbp recipes", description=run.__doc__).parse_args(argv)
     names = recipes()
     width = max(len(name) for name in names)
@@ -18,6 +18,6 @@ def run(argv: list[str]) -> None:
 
 
 def title(name: str) -> str:
-    """The recipe's first line."""
+    """The recipe's first line, a comment that says what it is."""
     with find_recipe(name).open(encoding="utf-8") as lines:
         return next(lines, "").lstrip("#").strip()

@@ -1,4 +1,4 @@
-"""``torchsbp report RUN…``: runs, and what studies left in their folders."""
+"""``torchsbp report RUN…``: tables and a page of runs, and of the results that studies left in their folders."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``torchsbp recipe NAME > my.yaml``: a recipe as it is written, to be changed."""
+"""``torchsbp recipe NAME > my.yaml``: print a recipe as it is, to be changed."""
 
 import argparse
 

@@ -28,9 +28,9 @@ PURPOSE = "small experiments: ways to take gradients, against each other"
 
 
 def run(argv: list[str]) -> None:
-    """Small models from scratch, with and without SBP. The papers' figures: gradients (at fixed weights), trajectory
-    (along training), similarity (of neighbours), accuracy (over grids), masks. Ours: contest (accuracy at equal epochs
-    and at equal time), and speed, which it needs."""
+    """Train small models from scratch, with and without SBP. Studies for the papers' figures: gradients (at fixed
+    weights), trajectory (along training), similarity (of neighbours), accuracy (over grids), masks. Our own: contest
+    (accuracy at equal epochs and at equal time), and speed, which contest needs."""
     args = arguments(argv)
     asked = (("models", (*args.models, *filter(None, args.epochs)), MODELS), ("arms", args.arms, ARMS))
     for what, given, known in asked:
@@ -66,7 +66,7 @@ def run(argv: list[str]) -> None:
 
 
 def not_done(name: str, runs: list[Any], settings: Settings, out: Path) -> list[Any]:
-    """The runs that have not ended well yet; an error if results of other settings are there."""
+    """The runs that are still to be done. Raise ``UsageError`` if the folder has results with other settings."""
     before = [row for row in results.read(out) if row["study"] == name]
     now = json.loads(json.dumps(asdict(settings)))
     other = next((row["settings"] for row in before if row["settings"] != now), None)
@@ -78,13 +78,13 @@ def not_done(name: str, runs: list[Any], settings: Settings, out: Path) -> list[
 
 
 def told(row: Row) -> str:
-    """A line about a row: how far its run is, and numbers."""
+    """A line about a row of results: its run, and numbers or the error."""
     numbers = [f"{key} {row[key]:.4g}" for key in ("epoch", "accuracy", "agreement", "loss", "ms") if key in row]
     return f"{row['run']}: {row.get('error') or ', '.join(numbers) or ('done' if 'done' in row else 'found')}"
 
 
 def written(name: str, out: Path) -> str:
-    """The tables of a study, written with its figures to the folder."""
+    """Write the tables and figures of a study into the folder. Return the tables."""
     rows = results.read(out)
     text = tables(name, rows)
     (out / f"{name}.md").write_text(text, encoding="utf-8")
@@ -94,7 +94,7 @@ def written(name: str, out: Path) -> str:
 
 
 def tables(name: str, rows: list[Row]) -> str:
-    """What the papers found and we find, the study's own tables, and what failed."""
+    """The tables of a study: what the papers found and what we find, its own tables, and what failed."""
     study = STUDIES[name]
     done = {row["run"] for row in rows if row["study"] == name and "done" in row}
     failed = {row["run"]: row["error"] for row in rows if row["study"] == name and "error" in row}
@@ -160,7 +160,7 @@ def by_model(text: str) -> dict[str, tuple[int, ...]]:
 
 
 def machine(commit: str | None) -> dict[str, str]:
-    """Where it was measured, and with what."""
+    """What is recorded with results: the device, the versions, the commit."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     try:
         timm = version("timm")
@@ -171,8 +171,8 @@ def machine(commit: str | None) -> dict[str, str]:
 
 
 def checkout() -> str:
-    """The commit that this file is of, "-dirty" where the package was changed since; "" where it was installed, or git
-    is missing. Results may lie in the same tree, and change while they are written."""
+    """The commit of this checkout, with "-dirty" if ``src`` was changed since; "" if the package is installed or git is
+    missing. Other changes don't count: results may be written into the same tree."""
     folder = Path(__file__).parents[3]
     if not (folder / ".git").exists():
         return ""

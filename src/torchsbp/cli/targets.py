@@ -1,4 +1,4 @@
-"""``torchsbp targets ANNOTATIONS ROOT --split NAME``: per-frame targets of THUMOS'14 and data laid out like it."""
+"""``torchsbp targets ANNOTATIONS ROOT --split NAME``: make per-frame targets, for THUMOS'14 and data in its layout."""
 
 import argparse
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Trained weights as ``eval``, ``predict`` and ``export`` take them: a run, and options of ``train`` that change it."""
+"""Trained weights as ``eval``, ``predict``, ``detect`` and ``export`` take them: a run, and options that change it."""
 
 import argparse
 import json
@@ -59,8 +59,8 @@ def opened(own: argparse.Namespace, command: str, overrides: list[str]) -> Itera
 
 
 def without_training(config: dict[str, Any]) -> dict[str, Any]:
-    """As the run was configured, but without SBP and what a detector's heads need not save: an earlier version had
-    other options of these."""
+    """The run's configuration without SBP, a detector's ``lean``, ``resume`` and ``throughput``, which only training
+    needs. An earlier version had other options of SBP and ``lean``, which would be refused."""
     task = config.get("task", {})
     if task.get("name") == "detection":
         task = {**task, "lean": {}}

@@ -1,4 +1,4 @@
-"""What the callbacks share: they patch a model, tell it the trainer's step, and report."""
+"""What the callbacks share: patching a model, telling it the trainer's step, reporting keep-ratio and memory."""
 
 from typing import Any
 
@@ -29,13 +29,14 @@ class Patcher:
         self.step: int | None = None
 
     def patch(self, root: nn.Module) -> None:
-        """Before the model is wrapped. One that is patched already is left so; one that is not built yet, too."""
+        """Patch the model; call this before it is wrapped. A model that is patched already, or not built yet, is left
+        as it is."""
         model = root.get_submodule(self.module)
         if not any(entries(model)) and any(find_backbones(model)):
             apply(model, config=self.config)
 
     def start(self, root: nn.Module) -> None:
-        """When training begins: an error unless the model is patched, and with this configuration."""
+        """When training begins, raise ``UsageError`` unless the model is patched with this configuration."""
         model, name = root.get_submodule(self.module), type(self).__name__
         if not any(find_backbones(model)):
             raise UsageError(nothing_found(model))
@@ -58,7 +59,7 @@ class Patcher:
             torch.cuda.reset_peak_memory_stats(device)
 
     def begin(self, root: nn.Module, step: int) -> None:
-        """Before a batch, when ``step`` optimizer steps have been taken."""
+        """Before a batch, tell the model that ``step`` optimizer steps have been taken."""
         if step != self.step:
             set_step(root.get_submodule(self.module), step)
             self.step = step

@@ -17,7 +17,7 @@ except ImportError:
 
 class SBPCallback(Patcher, Callback):
     """Patches the LightningModule before the strategy wraps it, follows ``trainer.global_step``, logs keep-ratio and
-    peak memory. A model that is built in ``configure_model`` is to be patched there, before ``fully_shard``."""
+    peak memory. If you build the model in ``configure_model``, patch it there, before ``fully_shard``."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":

@@ -16,7 +16,7 @@ except ImportError as error:
 
 class SBPCallback(Patcher, TrainerCallback):
     """Patches the Trainer's model when the Trainer is made, follows ``state.global_step``, adds keep-ratio and peak
-    memory to its training logs. A model that comes from ``model_init`` is to be patched there."""
+    memory to its training logs. If ``model_init`` makes the model, patch it there."""
 
     def on_init_end(self, *_: Any, model: nn.Module, **__: Any) -> None:
         self.patch(model)

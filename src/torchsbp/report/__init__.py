@@ -1,4 +1,4 @@
-"""What runs recorded, as a table and as one HTML page with curves. Standard library only."""
+"""The records of runs as a table, and as one HTML page with curves. Standard library only."""
 
 from .page import html
 from .runs import Run, read, read_all, repetitions

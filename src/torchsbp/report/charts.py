@@ -1,4 +1,4 @@
-"""Pictures of runs: SVG whose colours come from the page's style sheet, light or dark."""
+"""Charts of runs as SVG. Their colours come from the page's style sheet, light or dark."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,13 +11,13 @@ from ..train.record import Metric
 from .runs import Point, Run, metrics_of, repetitions, units_of
 from .tables import rate_in
 
-COLOURS, DASHES = 8, 4  # of series, in the style sheet
+COLOURS, DASHES = 8, 4  # how many the style sheet has for series
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 520, 300, 58, 40, 14, 14
 
 
 @dataclass
 class Series:
-    """``spread``: half of the interval of each point, where that is known."""
+    """A line of a chart. ``spread``: half of the interval of each point, where that is known."""
 
     name: str
     number: int
@@ -27,7 +27,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """The upright one, from low to high; ``log``: equal ratios are equally far apart."""
+    """The vertical axis, from low to high; ``log``: with a logarithmic scale."""
 
     low: float
     high: float
@@ -35,7 +35,7 @@ class Axis:
 
     @classmethod
     def of(cls, values: Sequence[float], from_zero: bool = False, log: bool = False) -> "Axis":
-        """Of all values, with a little room."""
+        """An axis for all values, with a little room."""
         if log:
             return cls(min(values) / 1.3, max(values) * 1.3, log=True)
         low, high = (0.0 if from_zero else min(values)), max(values)
@@ -45,12 +45,12 @@ class Axis:
         return cls(low, high + 0.04 * (high - padding - low))
 
     def place(self, value: float) -> float:
-        """How far down the picture."""
+        """The y coordinate of a value in the picture."""
         low, high, value = (math.log10(its) if self.log else its for its in (self.low, self.high, value))
         return round(HEIGHT - BOTTOM - (value - low) / (high - low) * (HEIGHT - BOTTOM - TOP), 1)
 
     def marks(self) -> dict[float, str]:
-        """Round values and their names."""
+        """Round values and their labels."""
         if self.log:
             return {value: short(value) for value in powers(self.low, self.high)}
         values = ticks(self.low, self.high)
@@ -59,7 +59,7 @@ class Axis:
 
 
 def style(number: int) -> str:
-    """The classes of a series: told apart by colour, and by dashes for those who don't see it or print it."""
+    """CSS classes of a series. Series differ in colour, and in dashes for readers who don't see or print colours."""
     return f"c{number % COLOURS} d{(number + number // COLOURS) % DASHES}"
 
 
@@ -81,14 +81,14 @@ def ticks(low: float, high: float, about: int = 7) -> list[float]:
 
 
 def powers(low: float, high: float) -> list[float]:
-    """Powers of ten from low to high, and where these are few, twice and five times as much."""
+    """Powers of ten from low to high; if these are few, also twice and five times each."""
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1, 2, 5) if high < 100 * low else (1,)
     return [step * 10.0**exponent for exponent in exponents for step in steps if low <= step * 10.0**exponent <= high]
 
 
 def short(value: float) -> str:
-    """0.001, but 10⁻⁴."""
+    """A label on a logarithmic axis: 0.001, but 10⁻⁴."""
     if value >= 1e-3:
         return f"{value:g}"
     factor, exponent = f"{value:.0e}".split("e")
@@ -101,7 +101,7 @@ def label(value: float, decimals: int = 0) -> str:
 
 
 def decimals_of(values: Sequence[float]) -> int:
-    """As many as the one that needs most: 1.00, 1.25, 1.50."""
+    """As many decimals as the value that needs most: 2 for 1.00, 1.25, 1.50."""
     return max((len(f"{value:.8f}".rstrip("0").partition(".")[2]) for value in values), default=0)
 
 
@@ -113,8 +113,8 @@ def thinned(points: list[Point], most: int = 400) -> list[Point]:
 
 
 class Drawing(NamedTuple):
-    """A chart: what is in its picture, how high that is, and (name, number) of the series to explain beside it;
-    ``joined``: their points are."""
+    """A chart: the parts of its SVG picture, the height of that, and (name, number) of each series for the key.
+    ``joined``: lines join the points."""
 
     title: str
     unit: str
@@ -125,7 +125,7 @@ class Drawing(NamedTuple):
 
 
 def chart(title: str, unit: str, series: Sequence[Series], from_zero: bool = False) -> str:
-    """Lines over epochs; "" without points. The page explains them once for all its charts."""
+    """A chart of lines over epochs, "" without points. It has no key: the page's table has one for all charts."""
     drawing = curves(title, unit, series, "epoch", from_zero)
     return figure(drawing.title, drawing.unit, drawing.parts, drawing.height) if drawing.key else ""
 
@@ -140,8 +140,8 @@ def curves(
     joined: bool = True,
     axis: Axis | None = None,
 ) -> Drawing:
-    """Lines over a quantity, or, with ``names``, over 0, 1, …, which are called that. ``axis``: one that several charts
-    share, instead of their own."""
+    """A chart of lines over a quantity, or with ``names`` over 0, 1, …, which they label. ``axis``: a vertical axis
+    that several charts share."""
     shown = [Series(s.name, s.number, thinned(s.points), s.spread) for s in series if s.points]
     if not shown:
         return Drawing(title, unit, [], 0)
@@ -158,7 +158,7 @@ def curves(
 
 
 def foot(x: Callable[[float], float], right: float, names: Sequence[str], below: str) -> list[str]:
-    """The level axis: values or names, and what they are."""
+    """The horizontal axis: values or names, and ``below``, which says what they are."""
     level = HEIGHT - BOTTOM
     marks = dict(enumerate(names)) if names else dict.fromkeys(ticks(0, right), "")
     decimals = decimals_of([*marks])
@@ -173,7 +173,7 @@ def foot(x: Callable[[float], float], right: float, names: Sequence[str], below:
 
 
 def line(s: Series, x: Callable[[float], float], axis: Axis, below: str, joined: bool) -> list[str]:
-    """A series: its line, its points, and how sure they are."""
+    """A series: its line, its points, and their intervals."""
     parts = []
     if joined:
         path = " ".join(f"{x(a)},{axis.place(b)}" for a, b in s.points)
@@ -195,7 +195,7 @@ def tick_text(x: float, y: float, content: str, anchor: str) -> str:
 
 
 def axes(axis: Axis) -> list[str]:
-    """Lines across, with their values."""
+    """Horizontal grid lines with their values."""
     parts = []
     for value, name in axis.marks().items():
         y = axis.place(value)
@@ -205,7 +205,7 @@ def axes(axis: Axis) -> list[str]:
 
 
 def bars(title: str, unit: str, values: Sequence[tuple[str, int, float | None]]) -> str:
-    """One bar per run."""
+    """A chart with one bar per run."""
     known = [(name, number, value) for name, number, value in values if value is not None]
     if not known:
         return ""
@@ -231,7 +231,7 @@ def figure(title: str, unit: str, parts: list[str], height: int) -> str:
 
 
 def numbers_of(runs: Sequence[Run]) -> dict[int, int]:
-    """By the run's id: all repetitions look the same."""
+    """id(run) -> the number that decides how its series looks; all repetitions have the same."""
     return {id(run): i for i, group in enumerate(repetitions(runs)) for run in group}
 
 

@@ -1,4 +1,4 @@
-"""One HTML page of pictures with captions, nothing outside it."""
+"""One HTML page of pictures with captions, which needs no other file."""
 
 import io
 from base64 import b64encode
@@ -28,7 +28,7 @@ class Card(NamedTuple):
 
 
 def small(picture: "Image") -> bytes:
-    """As a JPEG file of at most ``SIDE`` pixels a side."""
+    """The picture as a JPEG file of at most ``SIDE`` pixels a side."""
     picture = picture.convert("RGB")
     picture.thumbnail((SIDE, SIDE))
     file = io.BytesIO()
@@ -37,7 +37,7 @@ def small(picture: "Image") -> bytes:
 
 
 def gallery(cards: Sequence[Card], total: int, unread: Sequence[str]) -> str:
-    """``total``: of how many these are the first; ``unread``: why others are not among them."""
+    """The page of ``cards``, the first of ``total`` files; ``unread`` says why further files could not be read."""
     shown = f"{total} files" if len(cards) == total else f"The first {len(cards)} of {total} files"
     missing = "".join(f"<li>{escape(reason)}</li>" for reason in unread)
     return (

@@ -1,4 +1,4 @@
-"""One HTML page from runs: table, charts, what their tasks add, settings."""
+"""One HTML page from runs: a table, charts, what the runs' tasks add, settings."""
 
 import json
 from base64 import b64encode
@@ -54,7 +54,7 @@ pre { overflow-x: auto; padding: 1rem; background: var(--card);
 
 
 def html(runs: Sequence[Run], title: str, studies: Sequence[Results] = ()) -> str:
-    """One page, nothing outside it."""
+    """The page, which needs no other file."""
     where = sorted({about(run) for run in runs} - {""})
     of_runs = (
         f'<div class="scroll">{table(runs)}</div><div class="grid-of">{charts(runs)}</div>{sections(runs)}'
@@ -91,7 +91,7 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def drawn_key(number: int) -> str:
-    """How a run is drawn, beside its name."""
+    """The line and the mark with which a run is drawn, to be shown beside its name."""
     return (
         '<svg class="key" viewBox="0 0 33 12" aria-hidden="true">'
         f'<line class="line {style(number)}" x1="0" x2="33" y1="6" y2="6"/>{mark(number, 16, 6, "")}</svg>'
@@ -118,7 +118,7 @@ def content(path: Path, title: str) -> str:
 
 
 def settings(runs: Sequence[Run]) -> str:
-    """As they were last, and when they were changed to that."""
+    """The last settings of every run, and at which steps they were changed."""
     parts = []
     for run in runs:
         changes = "".join(

@@ -13,14 +13,14 @@ from ..train.record import FILE, SECTIONS, Metric, read_lines
 
 Point = tuple[float, float]
 COMMON = ("epoch", "loss", "lr", "memory_mib", "seconds")
-"""what every task's lines of training have, besides its throughput"""
+"""keys in the training lines of every task, besides throughput"""
 
 
 UNDESCRIBED = {
     "unit": "images",
     "metrics": [{"name": "top1", "title": "top-1", "unit": "%", "chart": "Validation accuracy"}],
 }
-"""of runs recorded before tasks described themselves: all were of one task"""
+"""the task of a run whose record does not describe it: earlier versions had this one task"""
 
 
 @dataclass
@@ -36,12 +36,12 @@ class Run:
 
     @property
     def about(self) -> dict[str, Any]:
-        """How it was configured last."""
+        """What the run recorded last about its configuration, task and environment."""
         return next(reversed(self.of("run")), {})
 
     @property
     def changes(self) -> list[tuple[int, str, list[str]]]:
-        """(step, when, what) for every time it was resumed with other settings."""
+        """(step, when, what) for every time the run was resumed with other settings."""
         return [(line["step"], line.get("when", ""), line["changed"]) for line in self.of("run") if "changed" in line]
 
     @property
@@ -70,7 +70,7 @@ class Run:
         return next((y for _, y in reversed(self.curve(kind, key))), None)
 
     def evaluated(self, metric: Metric) -> list[Point]:
-        """The metric's curve: of averaged weights, if there are any."""
+        """The metric's curve; if there are averaged weights, it is theirs."""
         if metric not in self.metrics:
             return []
         return self.curve("valid", f"ema_{metric.name}") or self.curve("valid", metric.name)
@@ -100,7 +100,7 @@ class Run:
         return None if seconds is None else seconds / 60
 
     def further(self) -> list[str]:
-        """What else the lines of training have: several losses by name, or whatever the loop may log."""
+        """Further keys in the training lines: several losses by name, or whatever else the loop logs."""
         keys = dict.fromkeys(key for line in self.of("train") for key in line)
         known = ("kind", "step", *COMMON, f"{self.unit}_per_s")
         return [key for key in keys if key not in known and self.curve("train", key)]
@@ -118,7 +118,7 @@ class Run:
         return f"{state}; settings changed at step {changed}" if changed else state
 
     def settings(self) -> str:
-        """What makes runs repetitions of each other: everything but the seed and the place."""
+        """All settings that two runs share if one repeats the other: without seed, folder, resume and log."""
         config = {k: v for k, v in self.about.get("config", {}).items() if k not in ("out", "seed", "resume", "log")}
         return json.dumps([config or self.name, [(at, what) for at, _, what in self.changes]], sort_keys=True)
 
@@ -136,7 +136,7 @@ def read(path: Path) -> Run:
 
 
 def read_all(paths: Sequence[Path]) -> list[Run]:
-    """Every run once, however often and under whatever names it is given; no two of one name."""
+    """Read runs: each once, even if it is given several times, and under names that all differ."""
     runs: list[Run] = []
     for run in map(read, paths):
         if all(run.lines != other.lines for other in runs):
@@ -145,7 +145,7 @@ def read_all(paths: Sequence[Path]) -> list[Run]:
 
 
 def told_apart(runs: list[Run]) -> list[Run]:
-    """Runs whose folders have one name are called by as many folders above as make the difference."""
+    """Rename runs whose folders have the same name: put as many parent folders before it as make the difference."""
     same: dict[str, list[Run]] = {}
     for run in runs:
         same.setdefault(run.name, []).append(run)
@@ -163,7 +163,7 @@ def is_number(value: Any) -> bool:
 
 
 def repetitions(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs that differ by their seed only, together."""
+    """Groups of runs that differ only by their seed."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(run.settings(), []).append(run)
@@ -171,7 +171,7 @@ def repetitions(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def metrics_of(runs: Sequence[Run]) -> list[Metric]:
-    """All that these runs' tasks have, each once."""
+    """All metrics of these runs' tasks, each once."""
     return list(dict.fromkeys(metric for run in runs for metric in run.metrics))
 
 

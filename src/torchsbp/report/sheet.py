@@ -1,4 +1,4 @@
-"""Sheets: charts with their keys in one SVG file that stands alone, in the colours of the page."""
+"""Sheets: several charts with their keys in one SVG file that needs no page, in the page's colours."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -28,7 +28,8 @@ def drawn(
     numbers: Mapping[str, int] | None = None,
     spreads: Mapping[str, Sequence[float]] | None = None,
 ) -> Drawing:
-    """A chart of lines by name, numbered as they come or as given. ``spreads``: half of the interval of each point."""
+    """A chart of lines by name. ``numbers``, by default their order, decide how they look; ``spreads`` are half of the
+    interval of each point."""
     series = [
         Series(name, (numbers or {}).get(name, i), list(points), list((spreads or {}).get(name, ())))
         for i, (name, points) in enumerate(lines.items())
@@ -37,7 +38,7 @@ def drawn(
 
 
 def sheet(drawings: Sequence[Drawing], columns: int = 2) -> str:
-    """All of them, row by row."""
+    """All charts in one SVG, row by row."""
     parts, top = [], GAP
     columns = min(columns, len(drawings))
     for start in range(0, len(drawings), columns):
@@ -53,7 +54,7 @@ def sheet(drawings: Sequence[Drawing], columns: int = 2) -> str:
 
 
 def placed(its: Drawing, left: int, top: int) -> str:
-    """Title, picture, key."""
+    """A chart at its place in the sheet: title, picture, key."""
     title = f'{escape(its.title)} <tspan class="unit" dx="4">{escape(its.unit)}</tspan>'
     return (
         f'<g transform="translate({left},{top})"><text class="title" y="14">{title}</text>'
@@ -63,7 +64,7 @@ def placed(its: Drawing, left: int, top: int) -> str:
 
 
 def key(its: Drawing) -> str:
-    """Every series, in lines of the chart's width."""
+    """The key of a chart: every series, in lines of the chart's width."""
     parts = []
     for (name, number), (x, y) in zip(its.key, key_places(its), strict=True):
         line = f'<line class="line {style(number)}" x1="0" x2="28" y1="0" y2="0"/>' if its.joined else ""

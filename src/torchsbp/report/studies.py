@@ -1,4 +1,4 @@
-"""What studies left in their folders, as sections of the page: figures and tables, each under the study's name."""
+"""The results of studies as sections of the page: the figures and tables in their folders, under the study's name."""
 
 from collections.abc import Sequence
 from html import escape
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Results(NamedTuple):
-    """Of one study in one folder: its tables and its figures."""
+    """The tables and figures of one study in one folder."""
 
     title: str
     text: str
@@ -15,7 +15,7 @@ class Results(NamedTuple):
 
 
 def in_folder(folder: Path) -> list[Results]:
-    """A study has a table beside its results; none: the folder is no study's."""
+    """The studies in a folder: those with a table (.md) beside their results (.jsonl). A run's folder has none."""
     found = []
     for table in sorted(folder.glob("*.md")):
         if table.with_suffix(".jsonl").exists():
@@ -34,7 +34,7 @@ def pictures(files: Sequence[Path]) -> str:
 
 
 def tables(markdown: str) -> str:
-    """Tables of a Markdown text, and what stands between them."""
+    """A Markdown text as HTML: its tables, and what stands between them as paragraphs."""
     parts = []
     for block in markdown.strip().split("\n\n"):
         lines = block.splitlines()

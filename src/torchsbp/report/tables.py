@@ -1,4 +1,4 @@
-"""Runs as rows. The columns are those of the runs' tasks, and what every run has."""
+"""Runs as rows of a table. Columns are the metrics of their tasks, and what every run has."""
 
 from collections.abc import Callable, Sequence
 from statistics import mean, stdev
@@ -74,14 +74,14 @@ def spread(values: list[float | None], form: str) -> str:
 
 
 def common(group: Sequence[Run]) -> str:
-    """The beginning that the names share."""
+    """The beginning that the names of the runs share."""
     names = [run.name for run in group]
     length = next((i for i, letters in enumerate(zip(*names, strict=False)) if len(set(letters)) > 1), len(names[0]))
     return names[0][:length].rstrip("_-.0123456789 ") or names[0]
 
 
 def markdown(table: list[list[str]]) -> str:
-    """Aligned, so that it reads in a terminal too."""
+    """The table in Markdown, aligned so that it can be read in a terminal too."""
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in table]
     lines = [f"| {' | '.join(row)} |" for row in padded]

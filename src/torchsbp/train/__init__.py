@@ -1,1 +1,1 @@
-"""Training: one loop for every task. Imported by its commands only; needs the extra ``torchsbp[train]``."""
+"""Training: one loop for every task. Only its commands import it; it needs the extra ``torchsbp[train]``."""

@@ -1,4 +1,4 @@
-"""How often a classifier is right: over all images, for each class, and which classes it takes for which."""
+"""The accuracy of a classifier: over all images, for each class, and which classes it confuses."""
 
 from collections.abc import Sequence
 from html import escape
@@ -11,18 +11,18 @@ from .distributed import all_sum
 from .task import Evaluator
 
 SHOWN = 20
-"""classes in the report: of more, the worst, and no matrix"""
+"""classes that the report shows; if there are more, it shows the worst, and no confusion matrix"""
 MANY = 5
-"""top-5 says something if there are more classes"""
+"""top-5 is reported if there are more classes than this"""
 
 
 class Accuracy(Evaluator):
-    """top-1 and top-5 in percent, and the loss, over all processes."""
+    """Top-1 and top-5 in percent, and the mean loss, over all processes."""
 
     def __init__(self, device: torch.device, classes: int, names: Sequence[str] = ()) -> None:
         self.classes, self.names = classes, list(names) or [str(number) for number in range(classes)]
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, top-1, top-5, images
-        # Rows are the right classes, columns those that were found; the last is for models that give NaN.
+        # Rows are the right classes, columns the predicted ones. The last column is for logits that are not finite.
         self.found = torch.zeros(classes, classes + 1, dtype=torch.int64, device=device)
 
     def update(self, model: nn.Module, batch: tuple[Tensor, Tensor], valid: int) -> None:
@@ -30,7 +30,7 @@ class Accuracy(Evaluator):
         logits, labels = model(images)[:valid].float(), labels[:valid]
         rank = (logits > logits.gather(1, labels[:, None])).sum(1)  # how many classes are ahead of the right one
         loss = F.cross_entropy(logits, labels, reduction="sum")
-        # A model that gives NaN has nothing ahead of the right class, and is wrong all the same.
+        # With NaN among the logits no class seems to be ahead of the right one, but the model is wrong all the same.
         finite = logits.isfinite().all(1)
         self.sums += torch.stack(
             [loss, (finite & (rank < 1)).sum(), (finite & (rank < 5)).sum(), loss.new_tensor(valid)]
@@ -53,7 +53,7 @@ class Accuracy(Evaluator):
 
 
 def by_class(found: Tensor, names: Sequence[str]) -> str:
-    """A table, the worst first: how many are right, and what the others are taken for most often."""
+    """An HTML table, worst classes first: the share that is right, and the class most often predicted instead."""
     lines = []
     for number, row in enumerate(found.tolist()):
         images, right = sum(row), row[number]
@@ -71,12 +71,13 @@ def by_class(found: Tensor, names: Sequence[str]) -> str:
 
 
 def percent(share: float) -> str:
-    """A class without images has none."""
+    """A share above 100 is that of a class without images."""
     return "–" if share > 100 else f"{share:.1f}"
 
 
 def matrix(found: Tensor, names: Sequence[str]) -> str:
-    """Rows are the right classes, columns what was found; the darker, the larger the share of the row."""
+    """The confusion matrix as HTML: rows are the right classes, columns the predicted ones. A darker cell has a larger
+    share of its row."""
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     rows = []
     for name, row in zip(names, found.tolist(), strict=True):

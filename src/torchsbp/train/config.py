@@ -1,4 +1,4 @@
-"""The configuration of a run: what a recipe file says. The task's own part is in the task's file."""
+"""The configuration of a training run, as a recipe writes it. The options of a task are in the task's own file."""
 
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from functools import reduce
@@ -25,7 +25,7 @@ SBPFields: Any = make_dataclass(
         *((its.name, reduce(or_, (*its.types, None)), field(default=None)) for its in options()),
     ],
 )
-"""A preset, and the fields of ``SBPConfig``: what is None is the preset's."""
+"""A preset, and the fields of ``SBPConfig``: a field that is None has the preset's value."""
 SBPFields.__doc__ = "\n".join(
     [
         "Options.",
@@ -39,10 +39,11 @@ SBPFields.__doc__ = "\n".join(
 
 @dataclass
 class SBP(SBPFields):
-    """Stochastic backpropagation: a preset, and the fields of ``torchsbp.SBPConfig`` that differ from it."""
+    """Stochastic backpropagation: a preset, and fields of ``torchsbp.SBPConfig`` that replace the preset's values."""
 
     schedule: list[tuple[float, Ratio]] | None = None
-    """keep-ratio over training: [epoch, ratio] pairs, the first at epoch 0"""
+    """a keep-ratio that changes in training, instead of keep_ratio: pairs [epoch, ratio from there on], the first at
+    epoch 0"""
 
     def __post_init__(self) -> None:
         given = self.given()
@@ -50,7 +51,7 @@ class SBP(SBPFields):
             raise UsageError(f"sbp.preset is none (full backprop), but {given} is given; set sbp.preset to default")
         if self.schedule is not None and self.keep_ratio is not None:
             raise UsageError("give sbp.keep_ratio or sbp.schedule, not both")
-        # ``SBPConfig`` has the ranges of its fields: refused when they are read, not when they are used.
+        # ``SBPConfig`` checks its own fields: build it here, so that a wrong value is refused before the run begins.
         for epoch, ratio in self.schedule or ():
             try:
                 SBPConfig(keep_ratio=_tuple(ratio))
@@ -59,11 +60,11 @@ class SBP(SBPFields):
         self.build(0, 1 << 20)
 
     def given(self) -> dict[str, Any]:
-        """What differs from the preset."""
+        """The options that replace the preset's values."""
         return {name: value for name, value in vars(self).items() if name != "preset" and value is not None}
 
     def build(self, seed: int, forwards_per_epoch: int) -> SBPConfig | None:
-        """Masks and ratios are looked up by the number of the training forward."""
+        """The ``SBPConfig``, None for full backprop. Its schedule counts training forwards, not epochs."""
         if self.preset == "none":
             return None
         changes = {"seed": seed, **self.given()}
@@ -74,8 +75,8 @@ class SBP(SBPFields):
         return SBPConfig.preset(self.preset, **changes)
 
     def settle(self, built: SBPConfig, found: SBPConfig) -> None:
-        """Name what the model's family has made of the keep-ratio: a recorded run says enough to go on with the same
-        gradients, whatever is recommended then."""
+        """Replace options that depend on the model's family (a keep-ratio that is a name) by their values in ``found``.
+        A run resumed from its record then has the same gradients, whatever its version of torchsbp recommends."""
         for its in fields(found):
             value = getattr(found, its.name)
             if value != getattr(built, its.name):
@@ -88,50 +89,56 @@ def _tuple(ratio: Ratio) -> float | tuple[float, ...]:
 
 @dataclass
 class Optimizer:
-    """timm's ``create_optimizer_v2``."""
+    """The optimizer, made by timm's ``create_optimizer_v2``."""
 
     name: str = "adamw"
+    """its name in timm"""
     lr: float = field(default=4e-3, metadata=NOT_NEGATIVE)
-    """for the whole batch, not scaled by anything"""
+    """learning rate, used as it is: never scaled by the batch or the number of processes"""
     weight_decay: float = field(default=0.05, metadata=NOT_NEGATIVE)
-    """not for biases and norms"""
+    """weight decay; biases and norms have none"""
     options: dict[str, Any] = field(default_factory=dict)
-    """further arguments, such as betas or momentum"""
+    """further arguments of the optimizer, such as betas or momentum"""
     layer_decay: float | None = field(default=None, metadata=SHARE_ABOVE_0)
+    """factor of the learning rate from each layer to the one below it"""
     clip_norm: float | None = field(default=None, metadata=POSITIVE)
+    """clip the norm of all gradients together to this"""
 
 
 @dataclass
 class Schedule:
-    """timm's ``create_scheduler_v2``, stepped at every update."""
+    """The learning rate over training, by timm's ``create_scheduler_v2``, changed at every update."""
 
     name: Literal["cosine", "tanh", "step", "multistep", "poly"] = "cosine"
     warmup_epochs: float = field(default=20, metadata=NOT_NEGATIVE)
+    """epochs in which the rate rises from warmup_lr to optimizer.lr"""
     warmup_steps: int = field(default=0, metadata=NOT_NEGATIVE)
-    """updates of warm-up, after those of warmup_epochs"""
+    """updates by which the warm-up is longer than warmup_epochs"""
     warmup_lr: float = field(default=0.0, metadata=NOT_NEGATIVE)
     min_lr: float = field(default=1e-6, metadata=NOT_NEGATIVE)
+    """the rate at which cosine, tanh and poly end"""
     options: dict[str, Any] = field(default_factory=dict)
-    """further arguments, such as decay_epochs or decay_rate"""
+    """further arguments of the schedule, such as decay_epochs or decay_rate"""
 
 
 @dataclass
 class EMA:
-    """timm's ``ModelEmaV3``; evaluated beside the model."""
+    """A moving average of the weights (timm's ``ModelEmaV3``), evaluated beside the model."""
 
     decay: float | None = field(default=None, metadata=SHARE_BELOW_1)
-    """none: no average"""
+    """share of the old average that an update keeps; null: no average"""
     warmup: bool = False
+    """begin with a smaller decay that rises to this one"""
 
 
 @dataclass
 class Checkpoints:
-    """When they are written, and how many stay."""
+    """When checkpoints are written, and how many stay."""
 
     every_steps: int | None = field(default=None, metadata=COUNT)
-    """besides the end of every epoch"""
+    """write one every so many updates, besides those at the end of every epoch"""
     keep: int = field(default=2, metadata=COUNT)
-    """how many of the last ones stay; the best stays anyway"""
+    """how many of the newest stay; the best one stays anyway"""
 
 
 @dataclass
@@ -139,16 +146,18 @@ class Log:
     """What is shown and written while training."""
 
     every_steps: int = field(default=50, metadata=COUNT)
+    """updates from one line of metrics to the next"""
     progress: bool = True
-    """a bar; where there is no terminal, a line every so many seconds"""
+    """show a progress bar; without a terminal, print lines instead, every_seconds apart"""
     every_seconds: float = field(default=30.0, metadata=NOT_NEGATIVE)
     tensorboard: bool = False
+    """write the numbers for TensorBoard too, into the run's folder"""
     wandb: str | None = None
-    """a project's name"""
+    """send the numbers to this project of Weights & Biases too"""
 
 
 PRECISIONS: dict[str, Any] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""the other names"""
+"""short name -> name"""
 
 
 @dataclass
@@ -163,32 +172,40 @@ class Config:
     batch: int = field(default=4096, metadata=COUNT)
     """samples per update, over all processes"""
     micro_batch: int | None = field(default=None, metadata=COUNT)
-    """samples per forward of one process; batch / (processes · micro_batch) forwards are accumulated"""
+    """samples per forward of one process, by default batch / processes; an update accumulates the gradients of
+    batch / (processes · micro_batch) forwards"""
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     ema: EMA = field(default_factory=EMA)
     freeze: list[str] = field(default_factory=list)
-    """what is not trained: names of parameters or modules, with * and ?, such as [patch_embed, blocks.0]"""
+    """parameters that are not trained: names of parameters or modules, with * and ?, such as [patch_embed, blocks.0]"""
     precision: Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] = "bfloat16"
+    """precision of autocast; parameters are float32 in any case"""
     compile: bool | Literal["reduce-overhead", "max-autotune"] = False
-    """torch.compile, or its mode: "reduce-overhead" captures CUDA graphs, for steps that wait for the CPU"""
+    """use torch.compile, or use it in this mode; "reduce-overhead" captures CUDA graphs, for a GPU that waits for the
+    CPU"""
     channels_last: bool = False
+    """store the model and its inputs with the channels last"""
     deterministic: bool = False
-    """torch.use_deterministic_algorithms: the same bits on a GPU too, slower"""
+    """call torch.use_deterministic_algorithms: the same bits in every run, on a GPU too, but slower"""
     seed: int = field(default=0, metadata=SEEDS)
+    """seed of initial weights, order of samples, augmentation and masks"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU if there is one"""
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """with several processes (torchrun): replicate or shard parameters, gradients and optimizer state"""
+    """with several processes (torchrun): ddp replicates parameters, gradients and optimizer state, fsdp shards them"""
     eval_every: int = field(default=1, metadata=COUNT)
-    """epochs; the last one is always evaluated"""
+    """epochs from one evaluation to the next; the last epoch is always evaluated"""
     patience: int | None = field(default=None, metadata=COUNT)
-    """stop after so many evaluations without a better value of what decides which checkpoint is best"""
+    """stop after so many evaluations in a row without a better value of the metric that decides which checkpoint is
+    best"""
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     log: Log = field(default_factory=Log)
     resume: str | None = None
-    """auto: from the newest checkpoint in out, if there is one; or a checkpoint file, or another run's folder"""
+    """continue from this checkpoint file, from the newest checkpoint in this run's folder, or, if it is auto, from the
+    newest one in out, if there is one"""
     throughput: int | None = field(default=None, metadata=COUNT)
-    """measure the loader, the step and both over this many updates instead of training"""
+    """do not train, but measure the speed of the loader, of the step and of both over this many updates"""
 
     def __post_init__(self) -> None:
         check(self)
@@ -204,7 +221,7 @@ class Config:
             refuse("schedule.warmup_epochs", warmup, f"a number in [0, epochs={self.epochs})")
 
     def accumulate(self, processes: int) -> int:
-        """Forwards of one process per update."""
+        """How many forwards one process runs per update."""
         micro = self.batch // processes if self.micro_batch is None else self.micro_batch
         if micro == 0 or self.batch % (processes * micro):
             raise UsageError(
@@ -214,12 +231,12 @@ class Config:
         return self.batch // (processes * micro)
 
     def per_forward(self, processes: int) -> int:
-        """Samples of one process."""
+        """How many samples one forward of one process has."""
         return self.batch // (processes * self.accumulate(processes))
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it: paths as text, tuples as lists."""
+    """Convert to what JSON can say: paths become text, tuples lists."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -228,8 +245,9 @@ def plain(value: Any) -> Any:
 
 
 def differences(before: dict[str, Any], now: Any, name: str = "") -> list[str]:
-    """What was changed, as ``name=value``, but for where the run is and how it is watched. ``before`` is a recorded
-    configuration, maybe of an earlier version: what it does not have was as a configuration that does not name it."""
+    """List the changed options as ``name=value instead of value``, without those that do not change training (folder,
+    log, checkpoints). ``before`` is a recorded configuration, maybe of an earlier version: a field that it lacks is
+    compared by its default."""
     found = []
     for its in fields(now):
         path, value = f"{name}.{its.name}" if name else its.name, getattr(now, its.name)
@@ -243,7 +261,7 @@ def differences(before: dict[str, Any], now: Any, name: str = "") -> list[str]:
 
 
 def unnamed(its: Any, path: str) -> Any:
-    """What a field is of which a configuration says nothing."""
+    """The value of a field that a configuration does not mention."""
     if path == "task.name":
         return DEFAULT
     return plain(its.default if its.default_factory is MISSING else its.default_factory())

@@ -1,4 +1,4 @@
-"""One process or many: started by torchrun, found in its environment variables."""
+"""One process or several: torchrun starts them, and its environment variables say so."""
 
 import os
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from ..errors import UsageError
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among all."""
+    """This process: its device, its rank, and how many processes there are."""
 
     device: torch.device
     rank: int = 0
@@ -65,12 +65,12 @@ def all_sum(x: Tensor) -> Tensor:
 
 
 def any_of(flag: bool) -> bool:
-    """Whether it is true in any process; over the CPU, so that no GPU is waited for."""
+    """Whether ``flag`` is true in any process. CPU tensors are exchanged, so nothing waits for a GPU."""
     return bool(all_sum(torch.tensor(int(flag)))) if together() else flag
 
 
 def gather(value: Any) -> list[Any]:
-    """The value of every process, everywhere."""
+    """The values of all processes, in every process."""
     if not together():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -83,7 +83,7 @@ def barrier() -> None:
 
 
 def shard(model: nn.Module, device: torch.device) -> None:
-    """FSDP2: every block of the model on its own, then the rest."""
+    """Shard with FSDP2: every block of the model on its own, then the rest."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # Patched blocks read the parameters of their parts: shard whole blocks, nothing inside them.
     for name in blocks_of(model):
@@ -92,7 +92,7 @@ def shard(model: nn.Module, device: torch.device) -> None:
 
 
 def synchronised(model: nn.Module, last: bool) -> Any:
-    """Gradients are exchanged in the last forward of an update only."""
+    """The context of a forward and its backward: gradients are exchanged in the last one of an update only."""
     if isinstance(model, nn.parallel.DistributedDataParallel) and not last:
         return model.no_sync()
     if isinstance(model, FSDPModule):

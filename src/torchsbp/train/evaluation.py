@@ -1,4 +1,4 @@
-"""Evaluating: a task's metrics of a model on the validation data, over all processes."""
+"""Evaluation: a task's metrics for a model on the validation data, over all processes."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -31,7 +31,8 @@ def evaluated(
     broken: Broken,
     stopping: Callable[[], bool] = lambda: False,
 ) -> tuple[Evaluator, dict[str, float]]:
-    """``SignalError`` as soon as ``stopping()``."""
+    """Return the evaluator, which has seen all validation data, and its result. Raise ``SignalError`` as soon as
+    ``stopping()`` is true."""
     model.eval()
     order = task.eval_order(config.per_forward(processes.world), processes.rank, processes.world)
     evaluator, device = task.evaluator(), processes.device

@@ -1,4 +1,4 @@
-"""A trained model for use elsewhere: written, read again, and compared with the model it was made from."""
+"""Export a trained model for use elsewhere: write it, read it back, and compare its outputs with the model's."""
 
 import json
 import os
@@ -19,26 +19,26 @@ Inputs = tuple[Tensor, ...]
 Runs = Callable[..., Any]
 
 TRACED, COMPARED = 2, (1, 2, 3)
-"""samples per batch: of the example, and of those that are compared"""
+"""batch sizes: of the example that is traced, and of the batches whose outputs are compared"""
 TOLERANCE = 1e-4
-"""of the largest output: other kernels sum in another order"""
+"""allowed difference, as a share of the largest output: other kernels sum in another order"""
 ONE_FILE = 1 << 30
-"""an ONNX file may have 2 GiB; weights of more bytes than this are written beside it"""
+"""An ONNX file may have 2 GiB at most: weights of more bytes than this are written beside it."""
 DESCRIPTION = "torchsbp.json"
-"""in the archive of torch.export: what the metadata of the other formats are"""
+"""a file in the archive of torch.export, with what the other formats have as metadata"""
 
 
 class Program(NamedTuple):
-    """How a model is written, and read again as something that runs."""
+    """A format: how to write a model, and how to read it back as something that can be called."""
 
     write: Callable[[nn.Module, Inputs, Path, dict[str, str]], None]
     read: Callable[[Path], Runs]
     needs: tuple[str, ...] = ()
-    """packages, of the extra that is called like the format"""
+    """required packages; the extra with the format's name installs them"""
 
 
 def batched(inputs: Inputs) -> tuple[dict[int, Any], ...]:
-    """The first dimension of every input is the batch, of any size."""
+    """``dynamic_shapes`` for the exporters: the first dimension of every input is the batch, of any size."""
     return tuple({0: torch.export.Dim("batch", min=1)} for _ in inputs)
 
 
@@ -79,7 +79,7 @@ PROGRAMS = {
 
 
 def write_weights(model: nn.Module, path: Path, about: dict[str, str]) -> None:
-    """Safetensors that ``timm.create_model(…, checkpoint_path=path)`` loads."""
+    """Write safetensors that ``timm.create_model(…, checkpoint_path=path)`` loads, and check them bit for bit."""
     own = model.state_dict()
     export(own, path, about)
     found = read_weights(path)
@@ -91,8 +91,8 @@ def write_weights(model: nn.Module, path: Path, about: dict[str, str]) -> None:
 def write_program(
     name: str, model: nn.Module, example: Callable[[int], Inputs], path: Path, about: dict[str, str]
 ) -> float:
-    """The model itself. Returns the largest difference of outputs, relative to the largest output; nothing is left if
-    that is too much. ``example(n)`` is an input of n samples."""
+    """Write the model itself. Return the largest difference of outputs, relative to the largest output; if that is too
+    large, raise ``RunError`` and write nothing. ``example(n)`` gives inputs of n samples."""
     form, inputs = PROGRAMS[name], example(TRACED)
     missing = [package for package in form.needs if find_spec(package) is None]
     if missing:
@@ -104,7 +104,7 @@ def write_program(
             form.write(model, inputs, written, about)
             runs = form.read(written)
             worst = max(difference(model, runs, example(size)) for size in COMPARED)
-        except Exception as error:  # whatever a converter makes of a model that it can't convert
+        except Exception as error:  # converters raise anything for a model that they can't convert
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise RunError(f"this model can't be exported as {name}: {reason}") from error
         if not worst <= TOLERANCE:

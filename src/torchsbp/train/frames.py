@@ -1,4 +1,4 @@
-"""Backward through sampled frames, in a training run: ``sbp_frames`` as a configuration and a step say it."""
+"""Backward through sampled frames in a training run: ``sbp_frames`` with what the configuration and the step say."""
 
 from collections.abc import Callable
 
@@ -50,7 +50,7 @@ def check_some_dropped(config: SBPConfig) -> None:
 
 
 def check_frames_alone(config: SBPConfig, instead: str) -> None:
-    """Refuse what is about tokens; ``instead`` says what to do."""
+    """Raise ``UsageError`` if an option about tokens is set; ``instead`` says what to do."""
     check_one_ratio(config)
     plain = SBPConfig.preset("default", **{name: getattr(config, name) for name in FOR_FRAMES})
     others = [name for name, value in vars(config).items() if value != getattr(plain, name)]

@@ -1,4 +1,4 @@
-"""Freezing: parameters that are not trained, and norms whose statistics stay."""
+"""Freezing: parameters that are not trained, and norms whose running statistics stay as they are."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -10,9 +10,10 @@ from ..errors import UsageError
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
-    """Freeze the parameters that the patterns name (``*``, ``?``, ``[…]``), or the modules that they are in.
+    """Freeze the parameters whose name, or the name of a module around them, matches a pattern (``*``, ``?``, ``[…]``).
 
-    Returns the norms with running statistics that are frozen whole: in training they belong into eval mode.
+    Return the batch and instance norms that are frozen as a whole. Put them into eval mode for training: in training
+    mode their running statistics would change.
     """
     frozen: set[str] = set()
     parameters = dict(model.named_parameters())
@@ -35,7 +36,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
 
 
 def is_frozen(norm: nn.Module, name: str, frozen: set[str], patterns: Sequence[str]) -> bool:
-    """By its parameters; one that has none, by its name or that of a module that it is in."""
+    """Whether all its parameters are frozen. If it has none, whether a pattern matches it or a module around it."""
     own = {f"{name}.{parameter}" for parameter, _ in norm.named_parameters(recurse=False)}
     if own:
         return own <= frozen

@@ -1,4 +1,4 @@
-"""The part of a run that lasts: who may write into its folder, its checkpoints, and its record."""
+"""What a run has on disk: the lock of its folder, its checkpoints, and its record."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ from .task import Task
 
 
 class Lasting:
-    """What ``Trainer`` keeps in ``config.out``, and how it goes on from there."""
+    """The part of ``Trainer`` that writes to the folder ``config.out`` and continues from what is there."""
 
     config: Config
     processes: Processes
@@ -42,11 +42,11 @@ class Lasting:
             tqdm.write(message, file=sys.stderr)
 
     def mean_losses(self) -> dict[str, float]:
-        """Raises if one is not a number."""
+        """The losses since the last line of metrics; raise ``RunError`` if their sum is not finite."""
         raise NotImplementedError
 
     def lock(self) -> Lock | None:
-        """The first process holds the folder for all of them."""
+        """Lock the folder. The first process does that for all, and all raise ``RunError`` if it is refused."""
         held, refusal = None, ""
         if self.processes.main:
             try:
@@ -58,8 +58,8 @@ class Lasting:
         return held
 
     def save(self, best: bool = False) -> None:
-        """All processes together; the first one writes."""
-        self.mean_losses()  # nothing is saved after NaN
+        """Save a checkpoint. All processes call this together; the first one writes."""
+        self.mean_losses()  # raises after NaN, so that nothing is saved
         progress = self.progress
         progress.seconds, progress.loss_steps = self.clock.stop(), self.losses.steps
         progress.losses = self.losses.sums()
@@ -80,7 +80,7 @@ class Lasting:
         barrier()
 
     def gather_broken(self) -> None:
-        """What could not be read in any process."""
+        """Put what any process could not read into ``progress.broken``, for the checkpoint."""
         self.broken.gather()
         self.progress.broken = self.broken.listed()
 
@@ -88,10 +88,10 @@ class Lasting:
         return plain(asdict(self.config))
 
     def resume(self) -> None:
-        """Continue from the checkpoint that ``resume`` names; refuse to mix with another run."""
+        """Continue from the checkpoint that ``config.resume`` names; without one, refuse a folder that has a run."""
         config = self.config
         if config.resume is None:
-            if any_of(self.processes.main and self.taken()):  # all look before the first one writes
+            if any_of(self.processes.main and self.taken()):  # the first process looks, and all raise
                 raise RunError(f"{config.out} has a run already: continue with --resume auto, or choose another --out")
             return
         if self.processes.main:
@@ -116,7 +116,7 @@ class Lasting:
         self.say(f"resumed from {path} at step {self.progress.step} of {self.steps}")
 
     def taken(self) -> bool:
-        """Whether there is anything to continue; the record of a run that left nothing is put aside."""
+        """Whether the folder has a run that could be continued. If it has nothing but a record, put that aside."""
         out = self.config.out
         record = out / FILE
         done = (line.get("kind") in ("valid", "end") for line in read_lines(record)) if record.exists() else ()
@@ -148,7 +148,7 @@ class Lasting:
         if processes.main:
             self.folder.put_aside(path, progress.step, self.say)
             if progress.best_step == progress.step > 0 and path in self.folder.steps():
-                self.folder.mark_best(progress.step)  # the process may have ended between the two names
+                self.folder.mark_best(progress.step)  # in case the run was killed before it marked this checkpoint
         barrier()
 
     def open_metrics(self) -> Metrics | None:

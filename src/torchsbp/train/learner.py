@@ -1,4 +1,4 @@
-"""What is trained: a model, the average of its weights, optimizer, schedule and scaler; made, saved and restored."""
+"""What training changes: a model, the average of its weights, optimizer, schedule, scaler; made, saved and restored."""
 
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ from .task import Task
 
 
 class Learner:
-    """``model`` has the parameters; ``parallel`` is what runs: the same, in DDP if there are several processes."""
+    """``model`` has the parameters. ``parallel`` is what forwards call: the same module, or DDP around it."""
 
     def __init__(self, task: Task, config: Config, processes: Processes, batches: int, steps: int, start: bool) -> None:
-        """``batches`` and ``steps`` are those of an epoch."""
+        """``batches`` and ``steps`` are the forwards and the updates of an epoch. ``start``: see ``Task.model``."""
         self.config, self.processes = config, processes
         layout = task.channels_last if config.channels_last else torch.contiguous_format
         task.to(processes.device, layout)
@@ -42,13 +42,13 @@ class Learner:
         self.scaler = torch.amp.GradScaler(processes.device.type, enabled=config.precision == "float16")
 
     def train(self) -> None:
-        """Into training mode, but for frozen norms."""
+        """Put the model into training mode, except for frozen norms."""
         self.model.train()
         for norm in self.still:
             norm.eval()
 
     def wrap(self, task: Task) -> nn.Module:
-        """Compiled and made parallel, around the same parameters."""
+        """Compile the model and make it parallel, as configured. Return what forwards call."""
         several, parallel = self.processes.world > 1, self.config.parallel
         if several and self.processes.device.type == "cpu":
             self.check_norms()
@@ -61,7 +61,7 @@ class Learner:
         return nn.parallel.DistributedDataParallel(self.model) if several and parallel == "ddp" else self.model
 
     def check_norms(self) -> None:
-        """Raise ``UsageError`` for norms that several processes can't have on CPUs."""
+        """Raise ``UsageError`` for synchronised batch norm that is not frozen: torch does not have it on CPUs."""
         for name, module in self.model.named_modules():
             if isinstance(module, nn.SyncBatchNorm) and module not in self.still:
                 raise UsageError(
@@ -71,7 +71,7 @@ class Learner:
                 )
 
     def best_weights(self) -> dict[str, Any]:
-        """The average, if there is one."""
+        """The averaged weights, if there are any, otherwise the model's."""
         return model_state(self.model if self.ema is None else self.ema.module)
 
     def state(self) -> dict[str, Any]:

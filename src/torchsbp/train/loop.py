@@ -1,7 +1,7 @@
 """The training loop: one for every task, one process or many.
 
-Everything random is a function of (seed, step) or restored from the checkpoint, so that a run that was killed and
-resumed ends where one that was never killed does.
+Everything random is a function of (seed, step) or restored from the checkpoint, so a run that was killed and resumed
+ends where one that was never killed does.
 """
 
 from collections.abc import Iterator
@@ -40,10 +40,10 @@ class Trainer(Lasting):
     """A run: built from a configuration, continued from a checkpoint, trained to its end."""
 
     def __init__(self, config: Config, processes: Processes, start: bool = True) -> None:
-        """``start``: with the weights that the task begins from."""
+        """``start``: see ``Task.model``."""
         self.config, self.processes = config, processes
         torch.use_deterministic_algorithms(config.deterministic)
-        seed_everything(config.seed)  # the same weights everywhere
+        seed_everything(config.seed)  # the same initial weights in all processes
         self.accumulate = config.accumulate(processes.world)
         micro_batch = config.per_forward(processes.world)
         self.task = tasks.start(config.task, config.seed)
@@ -60,13 +60,13 @@ class Trainer(Lasting):
         self.broken = Broken(self.task.broken, self.say)
         self.signals: Signals | None = None
         self.saved: Saved | None = None
-        sharded = isinstance(self.model, FSDPModule)  # whose parameters come and go among what is saved
+        sharded = isinstance(self.model, FSDPModule)  # its gathered parameters would be counted as saved
         self.counts_saved = processes.device.type == "cpu" and not config.compile and not sharded
 
     # One update
 
     def forward(self, number: int, batch: Any) -> dict[str, Tensor]:
-        """Forward and backward of the run's ``number``-th micro-batch; its losses by name, "loss" is their sum."""
+        """Forward and backward of the run's ``number``-th micro-batch. Return losses by name, their sum as "loss"."""
         learner = self.learner
         if learner.sbp:
             self.task.set_step(self.model, number)
@@ -80,7 +80,7 @@ class Trainer(Lasting):
         return {name: loss.detach() for name, loss in losses.items()}
 
     def update(self, batches: Iterator[Any]) -> dict[str, Tensor]:
-        """One step of the optimizer; the losses of this process."""
+        """Take one step of the optimizer. Return this process's losses, their means over micro-batches."""
         learner, step, clip = self.learner, self.progress.step, self.config.optimizer.clip_norm
         learner.schedule.step_update(step)
         losses = []
@@ -101,19 +101,19 @@ class Trainer(Lasting):
     # The run
 
     def batches(self) -> Iterator[Any]:
-        """From where the run is to its end."""
+        """The batches from where the run is to its end."""
         self.order.start = self.progress.step * self.accumulate
         task, pin = self.task, self.processes.device.type == "cuda"
         return self.readable(iter(loader(task.train_data, self.order, task.collate, task.workers, pin)))
 
     def readable(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches alone; what could not be read for them is noted."""
+        """Yield the batches alone, and note the samples that could not be read."""
         for batch, unread in batches:
             self.broken.add(message for _, message in unread)
             yield batch
 
     def fit(self) -> None:
-        """Train to the end. Raises ``SignalError`` after a signal, when everything is saved."""
+        """Train to the end. After a signal, save everything and raise ``SignalError``."""
         self.folder = checkpoint.Folder(self.config.out / "checkpoints", self.config.checkpoint.keep)
         self.signals = Signals()
         with self.signals, self.lock() or nullcontext():
@@ -162,7 +162,8 @@ class Trainer(Lasting):
         return self.signals is not None and any_of(self.signals.came)
 
     def record(self, seconds: float, step: int) -> tuple[float, int]:
-        """A line of metrics over the steps since the last one; NaN ends the run."""
+        """Write a line of metrics for the time since the last one, which was written after ``seconds`` of training at
+        ``step``. Return both for this line. Raise ``RunError`` if the loss is not finite."""
         losses = self.mean_losses()
         now = self.clock.stop()
         self.losses.clear()
@@ -188,7 +189,7 @@ class Trainer(Lasting):
         return self.progress.step / self.steps_per_epoch
 
     def mean_losses(self) -> dict[str, float]:
-        """Over processes and the steps since the last line. Raises if their sum is not a number."""
+        """Means over processes and the steps since the last line. Raise ``RunError`` if their sum is not finite."""
         means = self.losses.means()
         loss = means["loss"]
         if loss != loss or abs(loss) == float("inf"):
@@ -200,7 +201,7 @@ class Trainer(Lasting):
         return means
 
     def memory(self) -> float | None:
-        """MiB: the peak on a GPU; on a CPU, in eager mode, what the first forward saved for backward."""
+        """In MiB: on a GPU the peak; on a CPU, in eager mode, what the first forward saved for backward."""
         device = self.processes.device
         if device.type == "cuda":
             return peak_bytes(device) / MIB
@@ -211,7 +212,7 @@ class Trainer(Lasting):
             self.metrics.write(kind, self.progress.step, **values)
 
     def finish(self) -> None:
-        """The final weights as safetensors."""
+        """Write the final weights as safetensors."""
         weights, progress = self.learner.best_weights(), self.progress
         if self.processes.main:
             path = self.config.out / WEIGHTS
@@ -231,13 +232,13 @@ class Trainer(Lasting):
         return step > 0 and step != self.progress.evaluated and (step % every == 0 or step == self.steps)
 
     def out_of_patience(self) -> bool:
-        """Whether as many evaluations as are allowed brought nothing better. Progress alone says so: a run that is
-        resumed stops where another does."""
+        """Whether ``config.patience`` evaluations brought nothing better. This depends on ``progress`` alone, so a
+        resumed run stops at the same step."""
         config, since = self.config, self.progress.evaluated - self.progress.best_step
         return config.patience is not None and since >= config.patience * config.eval_every * self.steps_per_epoch
 
     def evaluate(self) -> None:
-        """Metrics of the model and of its average; the checkpoint of this step may become the best."""
+        """Evaluate the model and its average, then save a checkpoint, which may be the best one."""
         progress, ema = self.progress, self.learner.ema
         evaluator, values = self.test(self.model)
         if ema is not None:
@@ -261,12 +262,13 @@ class Trainer(Lasting):
         self.save(best)
 
     def test(self, model: nn.Module) -> tuple[Evaluator, dict[str, float]]:
-        """A signal ends it: everything was saved before, and the evaluation is done again."""
+        """Evaluate one model. A signal ends that at once: everything is saved already, and a resumed run evaluates
+        again."""
         return evaluated(self.task, model, self.config, self.processes, self.broken, self.stopping)
 
 
 def named(loss: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
-    """The total as "loss", then the parts as "loss_NAME"."""
+    """Name the losses: the total is "loss", each of several parts "loss_NAME"."""
     if isinstance(loss, Tensor):
         return {"loss": loss}
     return {"loss": torch.stack(list(loss.values())).sum(), **{f"loss_{name}": part for name, part in loss.items()}}

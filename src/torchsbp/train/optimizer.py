@@ -11,11 +11,11 @@ from .config import Config
 from .ranges import refuse
 
 WARMUP = "warmup_epochs"
-"""of a group of parameters that a task makes: epochs of warm-up of its own"""
+"""key of a parameter group that a task makes: epochs of a warm-up of its own"""
 
 
 def make_optimizer(parameters: Any, config: Config, steps_per_epoch: int) -> tuple[torch.optim.Optimizer, Any]:
-    """The optimizer of a model or of groups of parameters, and its schedule over the run's updates."""
+    """The optimizer for a model or for parameter groups, and its schedule over the run's updates."""
     optimizer, schedule = config.optimizer, config.schedule
     warmup: Any = schedule.warmup_epochs
     if schedule.warmup_steps:
@@ -23,7 +23,7 @@ def make_optimizer(parameters: Any, config: Config, steps_per_epoch: int) -> tup
         if warmup >= config.epochs:
             updates = config.epochs * steps_per_epoch
             refuse("schedule.warmup_steps", schedule.warmup_steps, f"fewer than all updates of the run, {updates}")
-    curve = schedule.name in ("cosine", "tanh", "poly")  # from the end of the warm-up to the end of the run
+    curve = schedule.name in ("cosine", "tanh", "poly")  # these go from the end of the warm-up to the end of the run
     try:
         made = create_optimizer_v2(
             parameters,
@@ -53,7 +53,7 @@ def make_optimizer(parameters: Any, config: Config, steps_per_epoch: int) -> tup
 
 
 class GroupsWarmUp:
-    """A schedule under which a group of parameters warms up by itself: its rate rises from 0 over its WARMUP epochs."""
+    """A schedule, with a further warm-up for groups that have ``WARMUP``: in these epochs their rate rises from 0."""
 
     def __init__(self, schedule: Any, optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> None:
         self.schedule, self.optimizer, self.steps_per_epoch = schedule, optimizer, steps_per_epoch

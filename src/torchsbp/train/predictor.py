@@ -1,4 +1,4 @@
-"""Predicting: what a task brings so that ``torchsbp predict`` can read its inputs and write what it finds in them."""
+"""Prediction: what a task defines for ``torchsbp predict``, which reads files and writes what a model finds in them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,39 +15,42 @@ PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".t
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model says of one input."""
+    """What a model predicts for one input."""
 
     rows: Sequence[tuple[Any, ...]]
-    """its lines of the CSV file, as ``Predictor.columns`` names their cells: none, one or many"""
+    """lines of the CSV file (none, one or many), with a cell for each of ``Predictor.columns``"""
     record: dict[str, Any]
-    """for the JSON file: plain values"""
+    """entry of the JSON file, made of plain values"""
     caption: str
-    """below its picture: plain text"""
+    """plain text to be shown below the picture"""
 
 
 class Predictor:
-    """Reads inputs without targets and says what a model finds in them. Files, batches and pages are the command's."""
+    """Reads inputs without targets and says what a model finds in them. The command finds the files, makes batches and
+    writes the results."""
 
     suffixes: Sequence[str] = PICTURES
-    """of the files that are taken from a folder; a file that is named is taken anyway"""
+    """which files are taken from a folder; a file that the user names is taken anyway"""
     columns: tuple[str, ...]
-    """of the CSV file, after the file's name"""
+    """columns of the CSV file, after that of the file's name"""
     draws: bool = False
-    """``picture`` draws into pictures, so that each is worth a file of its own"""
+    """whether ``picture`` draws predictions into the picture: then each is also saved as a file"""
 
     def read(self, path: Path) -> Any:
-        """A file as one input. What this raises is why the file can't be read. May be called in another process."""
+        """Read a file as one input. Whatever this raises is reported as the reason why the file can't be read. May be
+        called in a worker process."""
         raise NotImplementedError
 
     def predict(self, model: nn.Module, inputs: list[Any]) -> list[Prediction]:
-        """One for each input. The model is in eval mode, on the task's device; gradients are off, autocast is on."""
+        """A prediction for each input. The model is in eval mode, on the task's device; gradients are off, autocast is
+        that of the run."""
         raise NotImplementedError
 
     def document(self, files: Sequence[str], records: Sequence[dict[str, Any]]) -> Any:
-        """The JSON file; ``files`` are the names by which the CSV file calls the inputs."""
+        """The content of the JSON file; ``files`` are the names of the inputs, as in the CSV file."""
         return [{"file": file, **record} for file, record in zip(files, records, strict=True)]
 
     def picture(self, path: Path, prediction: Prediction) -> Image.Image:
-        """To be shown. Called for those that are shown only."""
+        """The picture to be shown. If ``draws`` it is called for all inputs, otherwise for those on the page."""
         with path.open("rb") as file:
             return read_picture(file, "RGB")

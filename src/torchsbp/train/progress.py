@@ -8,14 +8,14 @@ from tqdm import tqdm
 
 
 def progress(total: int, done: int, every_seconds: float, shown: bool) -> Any:
-    """What has tqdm's ``update``, ``set_postfix_str`` and ``close``."""
+    """An object with tqdm's ``update``, ``set_postfix_str`` and ``close``."""
     if shown and not sys.stderr.isatty():
         return Lines(total, done, every_seconds)
     return tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, disable=not shown)
 
 
 class Lines:
-    """``step 20 of 90, …, 3:20 left``: when there is something to say, then every so many seconds, and at the end."""
+    """Prints ``step 20 of 90, …, 3:20 left`` as soon as a text is set, then every so many seconds, and at the end."""
 
     def __init__(self, total: int, done: int, every_seconds: float) -> None:
         self.total, self.done, self.every = total, done, every_seconds

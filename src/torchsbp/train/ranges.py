@@ -1,4 +1,4 @@
-"""Ranges: every number of a configuration has one, said where the field is and checked when a configuration is made."""
+"""Allowed ranges of the numbers in a configuration: declared with each field, checked when a configuration is made."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ KEY = "range"
 
 @dataclass(frozen=True)
 class Range:
-    """From ``low`` to ``high``; ``open_low`` and ``open_high`` leave that bound itself out."""
+    """The interval from ``low`` to ``high``; ``open_low`` and ``open_high`` exclude that bound itself."""
 
     low: float
     high: float = math.inf
@@ -31,7 +31,7 @@ class Range:
 
 
 def ranged(low: float, high: float = math.inf, **bounds: bool) -> dict[str, Range]:
-    """The metadata of a dataclass's field of numbers (one, or a list, tuple or dictionary of them): each is within."""
+    """Metadata for a dataclass field whose number, or list, tuple or dictionary of numbers, must be in this range."""
     return {KEY: Range(low, high, **bounds)}
 
 
@@ -44,7 +44,7 @@ SHARE_ABOVE_0 = ranged(0, 1, open_low=True)
 
 
 def check(options: Any, name: str = "") -> None:
-    """Raise ``UsageError`` for the first number, here or in options within, that is outside its range."""
+    """Raise ``UsageError`` for the first number outside its range, in these options or in nested ones."""
     for its in fields(options):
         value = getattr(options, its.name)
         path = f"{name}.{its.name}" if name else its.name
@@ -54,7 +54,7 @@ def check(options: Any, name: str = "") -> None:
         elif allowed is not None:
             optional, whole = its.default is None, "float" not in str(its.type)
             if isinstance(value, str) and repr(value) in str(its.type):
-                continue  # a word that the field has instead of a number
+                continue  # a word that the field's type allows instead of a number
             kinds = (int,) if whole else (int, float)
             if not all(type(number) in kinds and number in allowed for number in numbers(value, optional)):
                 many = isinstance(value, list | tuple | dict)

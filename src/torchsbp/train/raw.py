@@ -1,4 +1,4 @@
-"""What torch raises for a machine's limits, in our words: which option to turn, with the numbers."""
+"""Errors that torch raises at a machine's limits, translated: messages with the numbers, and which option to change."""
 
 import re
 import signal
@@ -14,19 +14,19 @@ from .distributed import Processes
 
 KILLED = re.compile(r"DataLoader worker \(pid\(?s?\)? ?[\d, ]+\) (?:is killed by signal: (.+?)\.|exited unexpectedly)")
 CUT_OFF = (ConnectionError, EOFError)
-"""what a process sees of another that ends while it hands over a batch"""
+"""what a process gets if a worker ends while it hands over a batch"""
 CPU_FULL = re.compile(r"DefaultCPUAllocator.*?tried to allocate (\d+) bytes", re.S)
 
 
 @contextmanager
 def told(config: Config, processes: Processes) -> Iterator[None]:
-    """Inside, errors of memory and of worker processes are ``RunError``; all others pass."""
+    """Inside, errors about memory and worker processes become ``RunError``; all others pass unchanged."""
     try:
         yield
     except (RuntimeError, MemoryError, *CUT_OFF) as error:
         try:
             known = in_our_words(error, config, processes)
-        except RuntimeError as later:  # torch raises that a worker has ended at any moment, also at this one
+        except RuntimeError as later:  # torch may report an ended worker at any moment, even at this one
             error, known = later, in_our_words(later, config, processes)
         if known is None:
             raise
@@ -34,12 +34,12 @@ def told(config: Config, processes: Processes) -> Iterator[None]:
 
 
 def in_our_words(error: Exception, config: Config, processes: Processes) -> RunError | None:
-    """What is to be told instead, if it is known."""
+    """The error to raise instead; None if this one is not about the machine's limits."""
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_FULL.search(text):
         return RunError(out_of_memory(text, config, processes))
     if end := end_of_worker(error):
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it is told once
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler could raise again for the same worker
         return RunError(
             f"a process that reads data was {end}; often memory was short: fewer task.data.workers read less at "
             "once. Continue with --resume auto"
@@ -48,7 +48,7 @@ def in_our_words(error: Exception, config: Config, processes: Processes) -> RunE
 
 
 def end_of_worker(error: Exception) -> str:
-    """How a worker process ended, if that is what the error tells; else ""."""
+    """How a worker process ended; "" if the error is about something else."""
     if killed := KILLED.search(str(error)):
         return f"killed ({killed[1]})" if killed[1] else "lost"
     raised_there = "in DataLoader worker process" in str(error)
@@ -56,7 +56,7 @@ def end_of_worker(error: Exception) -> str:
 
 
 def out_of_memory(text: str, config: Config, processes: Processes) -> str:
-    """What was asked for, what there is, and the ways to need less."""
+    """The message: how much was asked for, how much there is, and how to need less."""
     micro = config.per_forward(processes.world)
     asked = re.search(r"allocate ([\d.]+ [KMGT]iB)", text)
     on_cpu = CPU_FULL.search(text)
@@ -76,5 +76,5 @@ def out_of_memory(text: str, config: Config, processes: Processes) -> str:
 
 
 def smaller(micro: int) -> int:
-    """About half, and a divisor: as many forwards more make the same batch."""
+    """The largest divisor that is at most half: the batch stays the same, in more forwards."""
     return max(n for n in range(1, micro // 2 + 1) if micro % n == 0)

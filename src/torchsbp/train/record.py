@@ -1,4 +1,4 @@
-"""What a run's record is made of, for those who write it and those who read it. Standard library only."""
+"""The format of a run's record, for the code that writes it and the code that reads it. Standard library only."""
 
 import json
 from dataclasses import asdict, dataclass, fields
@@ -8,14 +8,14 @@ from typing import Any
 FILE = "metrics.jsonl"
 """in a run's folder: one JSON line per event"""
 WEIGHTS = "model.safetensors"
-"""in a run's folder, when it has ended"""
+"""in a run's folder: the weights, once it has ended"""
 SECTIONS = "report"
-"""in a run's folder: further parts of its report, a file for each, TITLE.html or TITLE.png"""
+"""in a run's folder: a folder with further parts of its report, files TITLE.html or TITLE.png"""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A number that evaluation gives, and how it is shown."""
+    """A number that an evaluation gives, and how it is shown."""
 
     name: str
     """its key in the lines of the record"""
@@ -25,9 +25,9 @@ class Metric:
     higher: bool = True
     """more is better"""
     column: bool = True
-    """in the report's table, its last and its best value"""
+    """whether the report's table has its last and its best value"""
     chart: str = ""
-    """the title of its curve in the report; none without one"""
+    """the title of its curve in the report; without a title there is no curve"""
 
     @property
     def sign(self) -> int:
@@ -42,12 +42,12 @@ class Metric:
 
     @classmethod
     def of(cls, recorded: dict[str, Any]) -> "Metric":
-        """As a run recorded it, maybe of another version."""
+        """The metric from a run's record, which another version of torchsbp may have written."""
         return cls(**{its.name: recorded[its.name] for its in fields(cls) if its.name in recorded})
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a record that can be used. A killed process may have left half of one, an editor anything."""
+    """The valid lines of a record. It may have others: a killed process leaves half a line, an editor anything."""
     lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:

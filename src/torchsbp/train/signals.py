@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Signals:
-    """Inside the context, whether one came."""
+    """A context in which ``came`` says whether a signal has come."""
 
     def __init__(self) -> None:
         self.came = False

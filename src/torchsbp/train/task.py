@@ -1,4 +1,4 @@
-"""What a task brings: options, model, data and their order, losses, metrics. Everything else is the loop's."""
+"""What a task defines: options, model, data and their order, losses, metrics. The loop does everything else."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TaskOptions:
-    """What a recipe says under ``task``; a task adds fields of its own."""
+    """The options under ``task`` in a recipe. A task derives a class with fields of its own."""
 
     name: str = ""
     """which task: a registered name, or package.module:Class"""
@@ -39,7 +39,7 @@ class Evaluator:
         raise NotImplementedError
 
     def result(self) -> dict[str, float]:
-        """By the metrics' names. Called by all processes together: ``distributed.all_sum`` adds theirs."""
+        """Values by the metrics' names. All processes call this together, so it can use ``distributed.all_sum``."""
         raise NotImplementedError
 
     def sections(self) -> Mapping[str, str | bytes]:
@@ -49,7 +49,7 @@ class Evaluator:
 
 
 class Task:
-    """A task is a subclass: it names its options, its metrics and its unit, and makes its data when it is made."""
+    """The base class of tasks. A subclass names its options, metrics and unit, and makes data, model and loss."""
 
     Options: ClassVar[type[TaskOptions]] = TaskOptions
     metrics: tuple[Metric, ...]
@@ -60,12 +60,12 @@ class Task:
     workers: int = 0
     """processes that read samples, for each process that trains"""
     notes: tuple[str, ...] = ()
-    """said when a run begins, and recorded: what of the data is not as one might expect"""
+    """what is unexpected about the data: shown when a run begins, and recorded"""
     broken: int = 0
-    """samples that may be unreadable, if the data are ``Samples(…, replace=True)``; one more ends the run"""
+    """how many samples may be unreadable, if the data are ``Samples(…, replace=True)``; one more ends the run"""
     collate: Callable[[list[Any]], Any] = staticmethod(default_collate)
     channels_last: torch.memory_format = torch.channels_last
-    """what the option of this name means for the model's convolutions"""
+    """the memory format that the option ``channels_last`` means for this task's models"""
 
     def __init__(self, options: Any, seed: int) -> None:
         self.options, self.seed = options, seed
@@ -73,13 +73,13 @@ class Task:
 
     @classmethod
     def trained(cls, options: Any, seed: int, about: Mapping[str, str]) -> "Task":
-        """The task of weights that are trained already; ``about`` is what ``weights_about`` said of them, {} if that is
-        not known. A task that opens its data when they are first used, and takes from there what it would learn from
-        them (names of classes), is evaluated without training data and predicts without any."""
+        """The task for weights that are trained already; ``about`` is what ``weights_about`` said of them, {} if that
+        is not known. A task that takes from ``about`` what it would otherwise learn from its data (names of classes),
+        and opens data only when they are first used, needs no training data to evaluate and no data to predict."""
         return cls(options, seed)
 
     def check(self, micro_batch: int) -> None:
-        """Raise ``UsageError`` if this cannot be trained with so many samples per forward."""
+        """Raise ``UsageError`` if this task cannot be trained with so many samples per forward."""
 
     # Data: set when the task is made, or opened when they are first used
 
@@ -92,71 +92,71 @@ class Task:
         raise NotImplementedError
 
     def train_order(self, batch: int, rank: int, world: int, multiple: int) -> TrainOrder:
-        """Batches of one process; a multiple of ``multiple`` in every epoch."""
+        """The batches of one process; every epoch has a multiple of ``multiple`` of them."""
         return TrainOrder(len(self.train_data), batch, self.seed, rank, world, multiple)
 
     def eval_order(self, batch: int, rank: int, world: int) -> EvalOrder:
         return EvalOrder(len(self.valid_data), batch, rank, world)
 
     def to(self, device: torch.device, memory_format: torch.memory_format) -> None:
-        """Where batches go, and in which layout."""
+        """Set the device and the memory format of batches."""
         self.device, self.memory_format = device, memory_format
 
     def prepare(self, batch: Any, training: bool) -> Any:
-        """A collated batch on the device, ready for ``loss``."""
+        """Move a collated batch to the device and make it ready for ``loss``."""
         return tree_map_only(Tensor, lambda part: part.to(self.device, non_blocking=True), batch)
 
     def state(self) -> dict[str, Any]:
-        """What the run has learned of its data, for checkpoints; called in all processes together."""
+        """What the run has found out about its data, for checkpoints. All processes call this together."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Of such a checkpoint; {} of an older one."""
+        """Take over the ``state`` of a checkpoint; it is {} if an older version wrote that."""
 
     # Model
 
     def model(self, start: bool) -> nn.Module:
-        """``start``: with the weights that training begins from; without, others will be loaded."""
+        """Build the model. ``start``: with the weights that training begins from; otherwise the caller loads others."""
         raise NotImplementedError
 
     def apply_sbp(self, model: nn.Module, config: SBPConfig) -> None:
         torchsbp.apply(model, config=config)
 
     def set_step(self, model: nn.Module, number: int) -> None:
-        """Tell SBP which training forward comes: masks and keep-ratio follow that number."""
+        """Tell SBP the number of the next training forward, which decides about masks and keep-ratio."""
         torchsbp.set_step(model, number)
 
     def compile(self, model: nn.Module, mode: str | None = None) -> None:
-        """In place, in a mode of ``torch.compile``: the model, or the parts of it that can be."""
+        """Compile the model in place, or the parts of it that can be; ``mode`` is that of ``torch.compile``."""
         model.compile(mode=mode)
 
     def parameters(self, model: nn.Module, optimizer: "Optimizer") -> Any:
-        """What timm's ``create_optimizer_v2`` is given: the model, whose groups it makes, or groups of your own."""
+        """The first argument for timm's ``create_optimizer_v2``: the model, or parameter groups of the task's own."""
         return model
 
     # Losses and metrics
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor | dict[str, Tensor]:
-        """Several are logged by name; their sum is trained."""
+        """The loss, or several by name: each is logged, and their sum is minimised."""
         raise NotImplementedError
 
     def evaluator(self) -> Evaluator:
         raise NotImplementedError
 
     def predictor(self) -> Predictor:
-        """For inputs without targets (``torchsbp predict``)."""
+        """What ``torchsbp predict`` uses, for inputs without targets."""
         raise UsageError(f"task {self.options.name} has no predictions: its class needs a method predictor()")
 
     def example(self, samples: int) -> tuple[Tensor, ...]:
-        """What the model is called with, of so many samples (``torchsbp export``)."""
+        """Example inputs of the model, of so many samples, for ``torchsbp export``."""
         raise UsageError(f"task {self.options.name} can't be exported: its class needs a method example(samples)")
 
     def metric(self, name: str) -> Metric:
-        """By its name, or that of its value for averaged weights."""
+        """The metric of this name; "ema_" before it, for averaged weights, makes no difference."""
         return next((m for m in self.metrics if m.name == name.removeprefix("ema_")), Metric(name))
 
     def weights_about(self) -> dict[str, str]:
-        """What whoever uses the weights needs to know, stored with them; see ``trained``."""
+        """What users of the weights need to know about them; it is stored with them and given to ``trained``."""
         return {}
 
     def described(self) -> dict[str, Any]:

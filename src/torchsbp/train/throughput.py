@@ -1,4 +1,4 @@
-"""Where the time goes: samples/s of the loader alone, of the step alone, and of the whole."""
+"""Where the time goes: samples per second of the loader alone, of the step alone, and of both together."""
 
 import time
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from .data.loader import PREFETCH
 from .distributed import barrier
 from .loop import Trainer
 
-COMPILING = 3  # updates that are not counted: torch.compile, the allocator
+COMPILING = 3  # updates that are not counted, as torch.compile and the allocator are still at work
 
 
 def warmup(trainer: Trainer) -> int:
-    """Updates before the clock starts: also those whose batches were prepared while nothing asked for them."""
+    """Updates before the clock starts. They use up the batches that workers prefetched while nothing asked for them."""
     ahead = trainer.task.workers * PREFETCH
     return COMPILING + -(-ahead // trainer.accumulate)
 
@@ -31,7 +31,7 @@ def measure(trainer: Trainer, updates: int) -> dict[str, float]:
 
 
 def rate(trainer: Trainer, batches: Iterator[Any], updates: int, step: bool) -> float:
-    """Samples per second of all processes."""
+    """Samples per second, over all processes."""
     for number in range(-warmup(trainer), updates):
         if number == 0:
             wait(trainer)

@@ -13,7 +13,8 @@ from .task import Task
 
 
 def trained(stored: Stored, config: Config, processes: Processes) -> tuple[Task, nn.Module]:
-    """In eval mode, on the device; ``config`` is the run's, or changed since."""
+    """The task, and its model with the stored weights, in eval mode on the device. ``config`` is that of the run, which
+    the user may have changed."""
     seed_everything(config.seed)  # as in training: a task may draw its data
     task = tasks.trained(config.task, config.seed, stored.about)
     layout = task.channels_last if config.channels_last else torch.contiguous_format

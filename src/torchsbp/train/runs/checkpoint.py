@@ -1,4 +1,5 @@
-"""Checkpoint files: whole or not there. Written beside, synced, renamed; read without unpickling code."""
+"""Checkpoint files, which are complete or not there: they are written under another name, synced and then renamed.
+Reading one runs no code that it may contain."""
 
 import errno
 import os
@@ -16,9 +17,9 @@ from ...errors import CheckpointError, RunError
 from . import checks
 
 FORMAT = "torchsbp checkpoint 2"
-"""with a check sum at its end"""
+"""the current format, with a check sum at its end"""
 UNCHECKED = "torchsbp checkpoint 1"
-"""as version 2, without"""
+"""the older format: the same without a check sum"""
 STEP = "step-{:010d}.pt"
 BEST = "best.pt"
 
@@ -42,7 +43,7 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Inside, what the disk refuses is told with the file's name, and what to do."""
+    """Inside, an ``OSError`` becomes a ``RunError`` with the file's name and what to do."""
     try:
         yield
     except OSError as error:
@@ -65,7 +66,7 @@ def write(content: dict[str, Any], file: IO[bytes]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The content of a file of torch.save, if it is what was written."""
+    """The content of a file of torch.save. Raise ``CheckpointError`` if the file is damaged or has no dictionary."""
     try:
         checked = checks.check_trailer(path)
         if not checked:
@@ -77,9 +78,9 @@ def read(path: Path) -> dict[str, Any]:
         raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path} {refusal(str(error))}") from error
-    except Exception as error:  # whatever reading a pickle out of any bytes may raise: what it says helps nobody
+    except Exception as error:  # unpickling damaged bytes may raise anything, and its messages help nobody
         reason = "it is truncated, or no checkpoint"
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which a damaged offset may be
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a damaged offset may cause EINVAL
             reason = error.strerror or str(error)
         raise CheckpointError(f"{path} can't be read: {reason}") from error
     if not isinstance(content, dict):
@@ -100,7 +101,7 @@ def refusal(told: str) -> str:
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """The content of a checkpoint of a run of ours."""
+    """The content of a checkpoint that ``torchsbp train`` wrote."""
     content = read(path)
     if content.get("format") not in (FORMAT, UNCHECKED):
         raise CheckpointError(
@@ -111,7 +112,7 @@ def read_run(path: Path) -> dict[str, Any]:
 
 
 class Folder:
-    """The checkpoints of a run: the last ones by step, and the best. Those put aside are counted no more."""
+    """The checkpoints of a run: the last ones by step, and the best. Those that were put aside are ignored."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
@@ -133,7 +134,7 @@ class Folder:
             old.unlink(missing_ok=True)
 
     def mark_best(self, step: int) -> None:
-        """The best is a second name of that file."""
+        """Give the checkpoint of this step a second name, ``BEST``."""
         temporary = self.folder / f".{BEST}.tmp"
         temporary.unlink(missing_ok=True)
         os.link(self.folder / STEP.format(step), temporary)
@@ -141,12 +142,12 @@ class Folder:
         sync_folder(self.folder)
 
     def clean(self) -> None:
-        """Remove what a killed process was writing."""
+        """Remove unfinished files that a killed process has left."""
         for left in (*self.folder.glob(".*.tmp"),):
             left.unlink(missing_ok=True)
 
     def newest(self, warn: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
-        """The newest checkpoint that can be read, maybe the best one; None if there is no file at all."""
+        """The newest checkpoint that can be read, the best one if none of the last can; None if there is no file."""
         paths = [*reversed(self.steps()), *self.folder.glob(BEST)]
         for path in paths:
             try:
@@ -158,8 +159,8 @@ class Folder:
         return None
 
     def put_aside(self, path: Path, step: int, say: Callable[[str], None]) -> None:
-        """Rename what lies beyond the checkpoint that a run goes on from, damaged or left behind: among the last ones
-        it would take the place of those that are still to come."""
+        """Rename checkpoints that lie beyond the one that a run continues from, damaged or left behind: otherwise they
+        would count among the last ones, in the place of those still to come."""
         for other in self.steps():
             if other.name >= STEP.format(step) and other.resolve() != path.resolve():
                 os.replace(other, other.with_name(f"aside-{other.name}"))

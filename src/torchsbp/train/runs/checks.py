@@ -1,8 +1,8 @@
 """Check sums: written with a file, compared on every read.
 
-A checkpoint ends in a trailer, which readers of torch.save's zip files skip: ``MARK`` and the SHA-256 of all before it.
-Safetensors admit nothing after their tensors: their metadata have the SHA-256 of the file with zeros in its place, and
-a second word that says so, since a damaged name would hide the sum.
+A checkpoint ends in a trailer, ``MARK`` and the SHA-256 of everything before it; readers of torch.save's zip files skip
+it. Safetensors allow nothing after their tensors, so their metadata have the SHA-256 of the file with zeros in place of
+the sum. A second key says that there is a sum: otherwise damage to the name of the first would hide it.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ ZEROS = "0" * 64
 
 
 class Summed:
-    """A file that is only written to, and the sum of what was."""
+    """A file to write to, and the SHA-256 of what was written."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.flush = file, file.flush
@@ -34,14 +34,14 @@ class Summed:
 
 
 def with_trailer(file: IO[bytes], write: Callable[[Any], Any]) -> None:
-    """What ``write`` writes, and its sum."""
+    """Let ``write`` write to the file, then add the trailer."""
     summed = Summed(file)
     write(summed)
     file.write(MARK + summed.sum.digest())
 
 
 def check_trailer(path: Path) -> bool:
-    """Whether the file has a trailer, and so is of ours; raise ``CheckpointError`` if it does not fit."""
+    """Whether the file has a trailer. Raise ``CheckpointError`` if its sum is not that of the file."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - TRAILER))
@@ -54,9 +54,9 @@ def check_trailer(path: Path) -> bool:
 
 
 def check_members(path: Path) -> None:
-    """Of a file of torch.save without a trailer, the sums that zip files have for each part."""
+    """Check a file of torch.save that has no trailer by the sums that a zip file has for each part."""
     if not zipfile.is_zipfile(path):
-        return  # torch's format before 1.6, or nothing of torch's: its reader says so
+        return  # torch's format before 1.6, or no file of torch at all: ``torch.load`` knows
     try:
         with zipfile.ZipFile(path) as parts:
             wrong = parts.testzip()
@@ -67,20 +67,20 @@ def check_members(path: Path) -> None:
 
 
 def summed_safetensors(data: bytes) -> bytes:
-    """The same with the sum in the place of ``ZEROS``."""
+    """The file's bytes with the sum in the place of ``ZEROS``."""
     place = data.index(ZEROS.encode())
     return data[:place] + hashlib.sha256(data).hexdigest().encode() + data[place + len(ZEROS) :]
 
 
 def check_safetensors(path: Path) -> None:
-    """Raise ``CheckpointError`` if the file has a sum that is not its own; those of others have none."""
+    """Raise ``CheckpointError`` if the file has a sum that is not its own. Files that others wrote have none."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(0)
         start = file.read(8)
         length = int.from_bytes(start, "little")
         if length > size - 8:
-            return  # its reader says what is wrong
+            return  # the reader of safetensors says what is wrong
         head = file.read(length)
         found = re.search(rb'"sha256":"([0-9a-f]{64})"', head)
         if found is None:
@@ -93,7 +93,7 @@ def check_safetensors(path: Path) -> None:
 
 
 def sum_of(file: IO[bytes], end: int, start: int = 0, before: bytes = b"") -> bytes:
-    """Of ``before`` and the file's bytes from ``start`` to ``end``."""
+    """The SHA-256 of ``before`` and the file's bytes from ``start`` to ``end``."""
     result = hashlib.sha256(before)
     file.seek(start)
     while start < end:

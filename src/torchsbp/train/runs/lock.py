@@ -1,4 +1,4 @@
-"""One run in a folder: a lock that the operating system gives back when its process ends, however it ends."""
+"""One run per folder: a lock that the operating system releases when its process ends, however it ends."""
 
 import errno
 import fcntl
@@ -18,13 +18,14 @@ HELD = (errno.EACCES, errno.EAGAIN)
 
 
 class Lock:
-    """Holds a folder until it is left. The file stays: to remove it would let two processes hold files of one name.
+    """Holds a folder until the context ends. The lock's file stays: if it were removed, two processes could each lock a
+    file of that name.
 
-    A record lock of POSIX: children that are forked to read data don't inherit it, so none outlives the run.
+    It is a POSIX record lock: forked workers don't inherit it, so none of them holds it longer than the run.
     """
 
     own: ClassVar[set[Path]] = set()
-    """held by this process, whose locks are no obstacle to itself"""
+    """files that this process has locked: POSIX would let it lock them twice"""
 
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,5 +67,5 @@ def who(text: str) -> str:
     try:
         found = json.loads(text)
         return f"process {found['pid']} on {found['host']}, since {found['since']}"
-    except (ValueError, KeyError, TypeError):  # it has just begun to write
+    except (ValueError, KeyError, TypeError):  # the holder is just writing this
         return "another process"

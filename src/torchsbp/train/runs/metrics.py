@@ -20,7 +20,7 @@ from .state import Progress
 
 
 class Metrics:
-    """Appends to a run's record. A line: kind (run, train, valid, end), step, and what there is to say."""
+    """Appends lines to a run's record. A line has a kind (run, train, valid, end), a step, and values."""
 
     def __init__(
         self, out: Path, progress: Progress, config: dict[str, Any], tensorboard: bool, wandb: str | None
@@ -30,7 +30,7 @@ class Metrics:
         self.path = out / FILE
         self.about: dict[str, Any] | None = None
         """the line that says how the run was configured last"""
-        if self.path.exists():  # resumed: what the checkpoint does not know of happens again
+        if self.path.exists():  # resumed: lines after the checkpoint are dropped, as their steps are run again
             until = {"end": -1, "valid": progress.evaluated}
             kept = [line for line in read_lines(self.path) if line["step"] <= until.get(line["kind"], step)]
             self.about = next((line for line in reversed(kept) if line["kind"] == "run"), None)
@@ -60,7 +60,7 @@ class Metrics:
             self.run.log(numbers, step=step)
 
     def close(self) -> None:
-        with suppress(OSError):  # what could not be written was told then
+        with suppress(OSError):  # ``write`` has raised for what could not be written
             self.file.close()
         if self.writer is not None:
             self.writer.close()
@@ -78,12 +78,12 @@ def weights_and_biases() -> Any:
 
 
 def identity(out: Path) -> str:
-    """Of the run in this folder, the same when it is resumed; folders of one name are different runs."""
+    """The id that W&B knows the run by: the same when it is resumed, and different for folders of the same name."""
     return f"{out.name}-{blake2b(str(out.resolve()).encode(), digest_size=4).hexdigest()}"
 
 
 class Clock:
-    """Seconds of training, without evaluation and checkpoints; goes on after resuming."""
+    """Counts the seconds of training, without evaluation and checkpoints. A resumed run counts on."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds = seconds
@@ -116,7 +116,7 @@ class Losses:
         self.steps += 1
 
     def sums(self) -> dict[str, float]:
-        """The mean over processes; called by all of them together."""
+        """The sums, as means over processes. All processes call this together."""
         values = all_sum(torch.stack(list(self.own.values()))).tolist()
         return {name: value / self.processes.world for name, value in zip(self.own, values, strict=True)}
 
@@ -129,7 +129,7 @@ class Losses:
 
 
 def write_sections(out: Path, sections: Mapping[str, str | bytes]) -> None:
-    """What a task adds to the report of a run; each replaces the one before."""
+    """Write what a task adds to the report of a run. A section replaces the earlier one of its title."""
     for title, content in sections.items():
         data, kind = (content, "png") if isinstance(content, bytes) else (content.encode(), "html")
         path = out / SECTIONS / f"{title.replace('/', '-')}.{kind}"

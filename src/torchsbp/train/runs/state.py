@@ -20,7 +20,7 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 @dataclass
 class Progress:
-    """Where a run is. ``step`` counts updates: with the seed it is also the sampler's position and SBP's step."""
+    """Where a run is. ``step`` counts updates; the order of samples and SBP's masks follow from it and the seed."""
 
     step: int = 0
     evaluated: int = 0
@@ -32,7 +32,7 @@ class Progress:
     """over the steps since the last line of metrics"""
     loss_steps: int = 0
     losses: dict[str, float] = field(default_factory=dict)
-    """the same by name, for a task that has several"""
+    """the same sums for each of several losses, by name"""
     broken: list[str] = field(default_factory=list)
     """samples that could not be read, and why"""
 
@@ -41,7 +41,7 @@ class Progress:
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> "Progress":
-        """An older checkpoint has fewer of them."""
+        """Read the ``state`` of a checkpoint, which may be older and lack some fields."""
         return cls(**{its.name: state[its.name] for its in fields(cls) if its.name in state})
 
 
@@ -62,7 +62,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, state: di
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """This process's generators, as tensors and numbers."""
+    """The states of this process's random generators, as tensors and plain values."""
     version, internal, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     return {

@@ -17,22 +17,22 @@ class Stored(NamedTuple):
 
     path: Path
     name: str
-    """model, or ema: the average"""
+    """model, or ema for averaged weights"""
     step: int
     config: dict[str, Any]
-    """of the run"""
+    """the run's configuration"""
     about: Mapping[str, str]
-    """what its task said of the weights"""
+    """what the task's ``weights_about`` said of the weights"""
     weights: dict[str, Tensor]
 
     def metadata(self) -> dict[str, str]:
-        """What makes weights in another file stored weights again."""
+        """The metadata that a file of these weights needs so that ``read_stored`` can read it."""
         return {"step": str(self.step), "config": json.dumps(self.config), "weights": self.name, **self.about}
 
 
 def read_stored(path: Path, wanted: str | None) -> Stored:
-    """Of a run's folder (its best checkpoint), a checkpoint, or safetensors; ``wanted``: model or ema, None for
-    the average if there is one."""
+    """Read the weights of a run's folder (its best checkpoint), a checkpoint, or safetensors. ``wanted`` is model or
+    ema; None takes the average if there is one."""
     path = file_of(path)
     return of_safetensors(path, wanted) if path.suffix == ".safetensors" else of_checkpoint(path, wanted)
 
@@ -47,7 +47,7 @@ def of_checkpoint(path: Path, wanted: str | None) -> Stored:
         name,
         content["progress"]["step"],
         content["config"],
-        content.get("about", {}),  # older ones have none
+        content.get("about", {}),  # older checkpoints have none
         tensors(content[name], path),
     )
 

@@ -1,4 +1,4 @@
-"""Weights in and out: to begin from, and to give to others as safetensors that plain timm loads."""
+"""Read weights to begin from, and write weights for others, as safetensors that plain timm loads."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from .checkpoint import BEST, read, replace_file, writing
 
 
 def file_of(path: Path) -> Path:
-    """The file itself; of a run's folder its best checkpoint, or its last weights if that is gone."""
+    """The file to read: the path itself, or in a run's folder the best checkpoint, or the final weights if that is
+    gone."""
     if not path.is_dir():
         return path
     best, last = path / "checkpoints" / BEST, path / WEIGHTS
@@ -20,8 +21,8 @@ def file_of(path: Path) -> Path:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The weights of a safetensors file, of a checkpoint of ours (the average, if there is one), of a state dict; of a
-    run's folder."""
+    """Read the weights of a run's folder, a checkpoint of ours (the average, if there is one), safetensors or a state
+    dict."""
     path = file_of(path)
     if path.suffix == ".safetensors":
         from safetensors import SafetensorError
@@ -54,7 +55,7 @@ def tensors(found: dict[str, Any], path: Path) -> dict[str, Tensor]:
 
 
 def load_weights(model: nn.Module, path: Path, new_head: bool = False) -> None:
-    """Every weight must be there and fit, but for the classifier's if ``new_head``."""
+    """Load weights into the model. All must be there and fit, except the classifier's if ``new_head``."""
     weights = read_weights(path)
     own = model.state_dict()
     head = head_names(model)
@@ -66,14 +67,14 @@ def load_weights(model: nn.Module, path: Path, new_head: bool = False) -> None:
 
 
 def head_names(model: nn.Module) -> set[str]:
-    """The parameters of a timm model's classifier."""
+    """Names of the parameters of a timm model's classifier."""
     heads = getattr(model, "default_cfg", {}).get("classifier", ())
     prefixes = tuple(f"{name}." for name in ([heads] if isinstance(heads, str) else heads))
     return {name for name in model.state_dict() if prefixes and name.startswith(prefixes)}
 
 
 def check_fit(own: dict[str, Tensor], found: dict[str, Tensor], head: set[str], path: str) -> None:
-    """An error that says which weights are missing, unknown or of another shape."""
+    """Raise ``CheckpointError`` if weights are missing, unknown or of another shape, and say which."""
     missing, unknown = sorted(set(own) - set(found)), sorted(set(found) - set(own))
     if missing or unknown:
         raise CheckpointError(
@@ -89,7 +90,7 @@ def check_fit(own: dict[str, Tensor], found: dict[str, Tensor], head: set[str], 
 
 
 def export(weights: dict[str, Tensor], path: Path, metadata: dict[str, Any]) -> None:
-    """Safetensors that ``timm.create_model(..., checkpoint_path=path)`` loads."""
+    """Write safetensors that ``timm.create_model(..., checkpoint_path=path)`` loads."""
     from safetensors.torch import save
 
     content = {name: value.detach().cpu().contiguous() for name, value in weights.items()}

@@ -1,4 +1,4 @@
-"""Tasks by name: a file here registers its own; others register themselves, or are named package.module:Class."""
+"""Tasks by name. Every file here registers its own; tasks elsewhere do the same, or are named package.module:Class."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -9,7 +9,7 @@ from ..ranges import check
 from ..task import Task, TaskOptions
 
 DEFAULT = "classification"
-"""of recipes and checkpoints that name none"""
+"""the task of recipes and checkpoints that name none"""
 
 TASKS: dict[str, type[Task]] = {}
 
@@ -29,7 +29,7 @@ def names() -> list[str]:
 
 
 def find(name: str) -> type[Task]:
-    """The task of that name."""
+    """The class of the task of that name."""
     if ":" in name:
         return by_path(name)
     if name not in names():
@@ -52,7 +52,7 @@ def by_path(name: str) -> type[Task]:
 
 
 def start(options: TaskOptions, seed: int) -> Task:
-    """The task that its options name, with its data."""
+    """Make the task that the options name, to train with; raise ``DataError`` if it has no validation data."""
     task = checked(options)(options, seed)
     if not len(task.valid_data):
         raise DataError(f"task {options.name}: there are no validation data, which decide what is best")
@@ -60,12 +60,12 @@ def start(options: TaskOptions, seed: int) -> Task:
 
 
 def trained(options: TaskOptions, seed: int, about: Mapping[str, str]) -> Task:
-    """The same for weights that are trained already, of which ``about`` is known."""
+    """Make the task that the options name, for weights that are trained already: see ``Task.trained``."""
     return checked(options).trained(options, seed, about)
 
 
 def checked(options: TaskOptions) -> type[Task]:
-    """The task, if these are options of it, with numbers in their ranges."""
+    """The class of the task. Raise ``UsageError`` if these are not its options, or numbers are out of range."""
     task = find(options.name or DEFAULT)
     if not isinstance(options, task.Options):
         wanted, given = task.Options.__qualname__, type(options).__qualname__

@@ -33,26 +33,27 @@ from . import register
 Batch = tuple[Tensor, Tensor]
 """images, and class numbers or mixed targets"""
 Classes = tuple[list[str], int]
-"""names, as far as they are known, and how many"""
+"""names of the classes (empty if not known), and how many there are"""
 
 
 @dataclass
 class Model:
-    """timm's ``create_model``."""
+    """The model, made by timm's ``create_model``."""
 
     name: str = "vit_tiny_patch16_224"
+    """its name in timm"""
     options: dict[str, Any] = field(default_factory=dict)
-    """further arguments, such as embed_dim or ls_init_value"""
+    """further arguments of the model, such as embed_dim or ls_init_value"""
     drop_path: float = field(default=0.0, metadata=SHARE_BELOW_1)
-    """stochastic depth"""
+    """rate of stochastic depth"""
     init: dict[str, float] = field(default_factory=dict, metadata=NOT_NEGATIVE)
-    """parameters to draw from a normal distribution of this standard deviation, such as {pos_embed: 1.0}"""
+    """parameters to initialise from a normal distribution, with its standard deviation, such as {pos_embed: 1.0}"""
     pretrained: bool = False
-    """timm's published weights (needs the internet)"""
+    """begin from timm's published weights (needs the internet)"""
     weights: Path | None = None
-    """begin from these: a run's folder, a checkpoint of ours, safetensors or a state dict of the same timm model"""
+    """begin from the weights of this run's folder, checkpoint of ours, safetensors or state dict (same timm model)"""
     new_head: bool = False
-    """leave the classifier out of weights, for other classes"""
+    """take all of these weights but the classifier's, for data with other classes"""
 
 
 @dataclass
@@ -63,12 +64,13 @@ class ClassificationOptions(TaskOptions):
     data: Data = field(default_factory=Data)
     augment: Augment = field(default_factory=Augment)
     class_weights: Literal["none", "balanced"] | list[float] = field(default="none", metadata=NOT_NEGATIVE)
-    """of the loss. balanced: images / (classes · images of the class); or one for each class, in the order of names"""
+    """weights of the classes in the loss. balanced: images / (classes · images of the class); or a list with one for
+    each class, in the order of their names"""
 
 
 @register("classification")
 class Classification(Task):
-    """Which class an image is of."""
+    """The task of naming the class of an image."""
 
     Options = ClassificationOptions
     metrics: tuple[Metric, ...] = (
@@ -159,12 +161,13 @@ class Classification(Task):
 
     @torch.no_grad()
     def check_size(self, model: nn.Module) -> None:
-        """Whether images of this size pass through the model; one does, and nothing else changes."""
+        """Raise ``UsageError`` if an image of the configured size does not pass through the model. Random generators
+        are left as they were."""
         name, size, channels = self.options.model.name, self.options.data.size, self.options.data.channels
         try:
             with generators_kept():
                 model.eval()(torch.zeros(1, channels, size, size))
-        except Exception as error:  # models say it by assertions, or not at all
+        except Exception as error:  # models raise assertions, shape errors, or anything else
             own = getattr(model, "default_cfg", {}).get("input_size", (0, 0, 0))[-1]
             raise UsageError(
                 f"task.data.size={size} does not fit {name}: {error}. Set task.data.size to the model's (as published: "
@@ -189,13 +192,13 @@ class Classification(Task):
         return images, labels
 
     def normalised(self, pixels: Tensor) -> Tensor:
-        """Of 0 to 255, on the device."""
+        """Move pixels from 0 to 255 to the device and normalise them."""
         pixels = pixels.to(self.device, non_blocking=True)
         return ((pixels.float() - self.mean) / self.std).contiguous(memory_format=self.memory_format)
 
     @cached_property
     def class_weights(self) -> Tensor | None:
-        """One for each class, or none."""
+        """A weight for each class in the loss, or None."""
         given, name = self.options.class_weights, "task.class_weights"
         if given == "none":
             return None
@@ -211,11 +214,11 @@ class Classification(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         images, targets = batch
-        smoothing = 0.0 if targets.is_floating_point() else self.options.augment.smoothing  # mixed ones are smooth
+        smoothing = 0.0 if targets.is_floating_point() else self.options.augment.smoothing  # mixup has smoothed its own
         scores = model(images).float()
         if self.class_weights is None:
             return F.cross_entropy(scores, targets, label_smoothing=smoothing)
-        # The mean over images, not over weights: that of a batch does not depend on how it is cut into micro-batches.
+        # The mean over images, not over weights: then it does not matter how a batch is cut into micro-batches.
         weights = self.class_weights.to(scores.device)
         return F.cross_entropy(scores, targets, weights, reduction="none", label_smoothing=smoothing).mean()
 
@@ -238,7 +241,7 @@ class Classification(Task):
 
 
 class Labels(Predictor):
-    """The most likely class, and those that follow it."""
+    """Predicts the most likely class, and lists those that follow it."""
 
     columns = ("class", "probability")
 

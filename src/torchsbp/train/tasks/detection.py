@@ -1,4 +1,4 @@
-"""Detection and instance segmentation: Mask R-CNN and Cascade Mask R-CNN on a timm backbone, data as COCO has them."""
+"""Detection and instance segmentation: Mask R-CNN and Cascade Mask R-CNN on a timm backbone, data in COCO's layout."""
 
 import json
 from collections.abc import Mapping
@@ -44,50 +44,50 @@ if TYPE_CHECKING:
     from ..config import Optimizer
 
 KINDS = {"mask_rcnn": (MASK_RCNN, 0.0), "cascade_mask_rcnn": (CASCADE, 1 / 9)}
-"""stages of heads, and β of the smooth L1 loss of proposals"""
+"""kind -> stages of heads, and β of the smooth L1 loss of proposals"""
 
 
 @dataclass
 class Model:
-    """A detector on timm's ``create_model(features_only=True)``."""
+    """The detector, on a backbone made by timm's ``create_model(features_only=True)``."""
 
     kind: Literal["mask_rcnn", "cascade_mask_rcnn"] = "mask_rcnn"
     name: str = "convnext_tiny"
-    """of the backbone: maps of strides 4 to 32, or a plain ViT"""
+    """the backbone's name in timm: a model with maps of strides 4 to 32, or a plain ViT"""
     options: dict[str, Any] = field(default_factory=dict)
-    """further arguments, such as depths or ls_init_value"""
+    """further arguments of the backbone, such as depths or ls_init_value"""
     drop_path: float = field(default=0.0, metadata=SHARE_BELOW_1)
-    """stochastic depth"""
+    """rate of stochastic depth"""
     pretrained: bool = False
-    """timm's published weights (needs the internet)"""
+    """begin from timm's published weights of the backbone (needs the internet)"""
     weights: Path | None = None
-    """the backbone begins from these: a run's folder, a checkpoint of ours, or the same timm model as a classifier"""
+    """begin from the backbone's weights in this run's folder, checkpoint of ours, or classifier (same timm model)"""
     masks: bool = True
-    """false: boxes alone"""
+    """find masks too; false: boxes alone"""
     width: int = field(default=256, metadata=COUNT)
     """channels of the pyramid and of the heads' convolutions"""
     hidden: int = field(default=1024, metadata=COUNT)
-    """of the heads' linear layers"""
+    """channels of the heads' linear layers"""
     norm: Literal["batch", "group"] = "batch"
-    """of the cascade's convolutions; batch is synchronised over processes"""
+    """norm of the cascade's convolutions; batch norm is synchronised over processes"""
     anchor_scale: int = field(default=8, metadata=COUNT)
-    """the side of a map's anchors, in its strides"""
+    """side of a map's anchors, as a multiple of its stride"""
     proposals: int = field(default=1000, metadata=COUNT)
-    """per image, in training"""
+    """proposals per image that the RPN makes in training"""
     sampled: int = field(default=512, metadata=COUNT)
-    """proposals per image that a stage is trained with"""
+    """proposals per image that a stage of heads is trained with"""
 
 
 @dataclass
 class Lean:
-    """What the heads need not save, beside what SBP spares in the backbone."""
+    """Less memory in RPN and heads, besides what SBP saves in the backbone."""
 
     rpn: bool = False
-    """backward of the RPN from the anchors of its loss alone: exact, and without a dense pass"""
+    """run the RPN's backward for the anchors in its loss alone, not for whole maps; gradients are exact"""
     recompute: bool = False
-    """heads on proposals run again in backward: exact"""
+    """run the heads on proposals again in backward; gradients are exact"""
     proposals: float = field(default=1.0, metadata=SHARE_ABOVE_0)
-    """share of the proposals that heads on them learn from"""
+    """share of the sampled proposals through which heads get gradients"""
 
 
 @dataclass
@@ -97,23 +97,28 @@ class Data:
     source: Literal["coco", "shapes"] = "coco"
     root: Path = Path("data/coco")
     train: str = "train2017"
-    """the folder of images below root"""
+    """the folder of training images, below root"""
     valid: str = "val2017"
+    """the folder of validation images, below root"""
     train_json: str = "annotations/instances_train2017.json"
+    """the training annotations, below root"""
     valid_json: str = "annotations/instances_val2017.json"
+    """the validation annotations, below root"""
     count: int = field(default=640, metadata=COUNT)
-    """shapes: images to train with; a quarter as many to evaluate with"""
+    """source shapes: how many images to train with; a quarter as many are evaluated with"""
     mean: tuple[float, float, float] = field(default=(0.485, 0.456, 0.406), metadata=SHARE)
-    """of pixels in [0, 1]"""
+    """mean of the channels of pixels in [0, 1]"""
     std: tuple[float, float, float] = field(default=(0.229, 0.224, 0.225), metadata=SHARE_ABOVE_0)
+    """their standard deviation"""
     multiple: int = field(default=32, metadata=COUNT)
-    """batches are padded to multiples of that many pixels"""
+    """batches are padded to multiples of so many pixels"""
     buckets: list[tuple[int, int]] = field(default_factory=list)
-    """or to the least of these sizes (height, width; turned too): as many graphs are compiled, and no more"""
+    """pad batches to the smallest of these sizes instead, [height, width] or turned; needed to compile, which makes a
+    graph for each"""
     workers: int = field(default=4, metadata=ranged(0, 1024))
     """processes that read images, for each process that trains"""
     broken: int = field(default=0, metadata=NOT_NEGATIVE)
-    """images that may be unreadable: training takes others in their place, evaluation leaves them and their objects
+    """how many images may be unreadable: training takes others in their place, evaluation leaves them and their objects
     out; one more ends the run"""
 
     def __post_init__(self) -> None:
@@ -124,24 +129,26 @@ class Data:
 
 @dataclass
 class Augment:
-    """A flip, then a size; or, half of the time, a size, a crop of it, and another size."""
+    """A random flip and a random size; with crop, half of the images are first resized and cropped."""
 
     hflip: float = field(default=0.5, metadata=SHARE)
+    """probability of a horizontal flip"""
     short: list[int] = field(default_factory=lambda: [*range(480, 801, 32)], metadata=COUNT)
-    """the shorter side: one of these"""
+    """resize the shorter side to one of these"""
     long: int = field(default=1333, metadata=COUNT)
-    """the longer side: not above"""
+    """but the longer side to no more than this"""
     crop: bool = False
-    """half of the time: shorter side one of crop_short, a crop of crop_sides, then as without"""
+    """before that, resize the shorter side of half of the images to one of crop_short, and crop them"""
     crop_short: list[int] = field(default_factory=lambda: [400, 500, 600], metadata=COUNT)
     crop_sides: tuple[int, int] = field(default=(384, 600), metadata=COUNT)
+    """the least and the largest height and width of the crop"""
     eval_short: int = field(default=800, metadata=COUNT)
     """the shorter side in evaluation"""
 
 
 @dataclass
 class DetectionOptions(TaskOptions):
-    """Find objects."""
+    """Detect objects in images."""
 
     model: Model = field(default_factory=Model)
     lean: Lean = field(default_factory=Lean)
@@ -151,18 +158,19 @@ class DetectionOptions(TaskOptions):
 
 @register("detection")
 class Detection(Task):
-    """Where objects are, of which class, and their masks."""
+    """The task of finding objects: their boxes, classes and masks."""
 
     Options = DetectionOptions
     best_by = "box_ap"
     unit = "images"
     told_of_sizes = False
-    """SBP is on"""
+    """whether SBP takes account of images that are smaller than their batch: ``torchsbp.set_sizes``"""
 
     def __init__(
         self, options: DetectionOptions, seed: int, names: list[str] | None = None, ids: list[int] | None = None
     ) -> None:
-        """``names``: of the classes, if they are known without data; ``ids``: of the categories, 1, 2, … by default."""
+        """``names`` of the classes and ``ids`` of their categories (by default 1, 2, …), if they are known without
+        data."""
         check_norm(options.model, options.lean)
         self.metrics = metrics(options.model.masks)
         self.workers, self.broken = options.data.workers, options.data.broken
@@ -178,7 +186,7 @@ class Detection(Task):
     @classmethod
     def trained(cls, options: Any, seed: int, about: Mapping[str, str]) -> "Detection":
         names, ids = (json.loads(about.get(name, "null")) for name in ("classes", "category_ids"))
-        return cls(options, seed, names, ids)  # weights of older runs have no ids
+        return cls(options, seed, names, ids)  # weights from older versions have no ids
 
     # Data
 
@@ -222,7 +230,7 @@ class Detection(Task):
         return Prepared(ShortestSize([augment.eval_short], augment.long))
 
     def check_classes(self) -> None:
-        """Raise ``DataError`` if the validation data have others than the training data had."""
+        """Raise ``DataError`` if the validation data have other classes than the training data."""
         if self.valid_objects.names != self.names:
             found, known = named(self.valid_objects.names), named(self.names)
             raise DataError(f"{self.valid_objects.file} has the categories {found}; those of training are {known}")
@@ -238,7 +246,8 @@ class Detection(Task):
         self.mean, self.std = (255 * torch.tensor(its, device=device).view(3, 1, 1) for its in (data.mean, data.std))
 
     def prepare(self, batch: Batch, training: bool) -> Batch:
-        """The sizes stay where they can be read without waiting for the device."""
+        """Move images to the device, normalise them and zero their padding. ``sizes`` stay on the CPU, where they can
+        be read without waiting for the device."""
         sizes, batch = batch.sizes, super().prepare(batch, training)
         images = ((batch.images.float() - self.mean) / self.std).masked_fill_(padding_of(batch), 0)
         return batch._replace(images=images.contiguous(memory_format=self.memory_format), sizes=sizes)
@@ -260,7 +269,7 @@ class Detection(Task):
 
     def apply_sbp(self, model: nn.Module, config: SBPConfig) -> None:
         super().apply_sbp(model, config)
-        self.told_of_sizes = config.scale == "none"  # other scales weigh all positions alike, those of padding too
+        self.told_of_sizes = config.scale == "none"  # ``set_sizes`` refuses other scales
 
     def compile(self, model: nn.Module, mode: str | None = None) -> None:
         assert isinstance(model, Detector)
@@ -292,12 +301,12 @@ class Detection(Task):
         return DetectionPredictor(categories, self.eval_transform(), self.collate, self.prepare)
 
     def weights_about(self) -> dict[str, str]:
-        """The classes' names in the order of the model's outputs, without the background; their ids in the data."""
+        """The classes' names in the order of the model's outputs, without the background, and their ids in the data."""
         return {"classes": json.dumps(self.names), "category_ids": json.dumps(self.category_ids)}
 
 
 def check_norm(model: Model, lean: Lean) -> None:
-    """Raise ``UsageError`` for what the norm of the cascade's convolutions can't be used with."""
+    """Raise ``UsageError`` if the norm of the cascade's convolutions does not go with other options."""
     if model.kind != "cascade_mask_rcnn":
         return
     if model.norm == "batch" and lean.proposals < 1:
@@ -310,7 +319,7 @@ def check_norm(model: Model, lean: Lean) -> None:
 
 
 def padding_of(batch: Batch) -> Tensor:
-    """True outside the images, ``[B, 1, H, W]``."""
+    """A mask ``[B, 1, H, W]`` that is true outside the images."""
     height, width = (torch.arange(n, device=batch.sizes.device) for n in batch.images.shape[-2:])
     below = height[None, :, None] >= batch.sizes[:, 0, None, None]
     beside = width[None, None, :] >= batch.sizes[:, 1, None, None]

@@ -41,7 +41,7 @@ WORKERS = ranged(0, 1024)
 DECODED = 64
 """frames of a video file that are read together"""
 Batch = tuple[Tensor, tuple[Tensor, Tensor]]
-"""frames, which long ones are empty, and targets of the work frames"""
+"""frames; which slots of the long memory are empty; targets of the frames in the work memory"""
 
 
 @dataclass
@@ -51,22 +51,25 @@ class Data:
     source: Literal["thumos", "generated"] = "thumos"
     root: Path = Path("data/thumos")
     train: str = "train"
-    """the list of videos ROOT/train.txt"""
+    """name of the list of training videos: train means ROOT/train.txt"""
     valid: str = "test"
+    """name of the list of validation videos"""
     size: int = field(default=224, metadata=COUNT)
+    """side of the frames that the model sees, in pixels"""
     mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406], metadata=SHARE)
-    """of pixels in [0, 1]"""
+    """mean of the channels of pixels in [0, 1]"""
     std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225], metadata=SHARE_ABOVE_0)
+    """their standard deviation"""
     fps: float = field(default=4.0, metadata=POSITIVE)
-    """frames a second"""
+    """frames per second"""
     crop_pct: float = field(default=0.875, metadata=SHARE_ABOVE_0)
     """evaluation: the share of the resized frame that is cropped"""
     workers: int = field(default=8, metadata=WORKERS)
     """processes that read videos, for each process that trains"""
     videos: tuple[int, int] = field(default=(64, 32), metadata=COUNT)
-    """generated: how many to train with and to evaluate with"""
+    """source generated: how many videos to train with, and how many to evaluate with"""
     frames: int = field(default=160, metadata=COUNT)
-    """generated: of each video"""
+    """source generated: frames of each video"""
 
     def __post_init__(self) -> None:
         if not len(self.mean) == len(self.std) == 3:
@@ -75,13 +78,14 @@ class Data:
 
 @dataclass
 class Augment:
-    """The same for all frames of a clip."""
+    """Random changes in training, the same for all frames of a clip."""
 
     scale: tuple[float, float] = field(default=(0.4, 1.0), metadata=SHARE_ABOVE_0)
-    """the least and the largest share of the frame that is cropped"""
+    """the least and the largest share of the frame that a crop has"""
     hflip: float = field(default=0.5, metadata=SHARE)
+    """probability of a horizontal flip"""
     color_jitter: float = field(default=0.0, metadata=NOT_NEGATIVE)
-    """of brightness, contrast and saturation"""
+    """strength of changes of brightness, contrast and saturation"""
 
     def __post_init__(self) -> None:
         if self.scale[0] > self.scale[1]:
@@ -101,7 +105,7 @@ class OnlineActionOptions(TaskOptions):
 
 @register("online_action")
 class OnlineAction(Task):
-    """Which action is going on in the newest frame."""
+    """The task of telling which action is going on in the newest frame."""
 
     Options = OnlineActionOptions
     metrics: tuple[Metric, ...] = (
@@ -137,7 +141,7 @@ class OnlineAction(Task):
 
     @cached_property
     def names(self) -> list[str]:
-        """Of the columns of targets: background, actions, ambiguous."""
+        """Names of the columns of targets: background, actions, ambiguous."""
         return self.valid_videos.names
 
     @cached_property
@@ -158,7 +162,7 @@ class OnlineAction(Task):
         return Samples(WholeVideos(self.valid_videos), OfClip(eval_transform(self.options.data)), self.seed)
 
     def eval_order(self, batch: int, rank: int, world: int) -> EvalOrder:
-        """One video at a time: they are of any length."""
+        """One video at a time, as their lengths differ."""
         return super().eval_order(1, rank, world)
 
     # Model
@@ -166,7 +170,7 @@ class OnlineAction(Task):
     def model(self, start: bool) -> nn.Module:
         options, data = self.options, self.options.data
         encoder = make_encoder(options.encoder, data.size, data.mean, data.std, start)
-        classes = len(self.names) - 1  # nothing is learned about the ambiguous one
+        classes = len(self.names) - 1  # the model does not predict the ambiguous column
         features = width(encoder, data.size, options.encoder.name)
         return OnlineDetector(encoder, LSTR(features, classes, options.window, options.temporal), options.encoder)
 
@@ -181,7 +185,7 @@ class OnlineAction(Task):
         model.set_step(number)
 
     def parameters(self, model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """Those of the encoder have a learning rate and a warm-up of their own."""
+        """Parameter groups: the encoder has a learning rate and a warm-up of its own; vectors have no weight decay."""
         if optimizer.layer_decay is not None:
             refuse("optimizer.layer_decay", optimizer.layer_decay, "null; task.encoder.lr is the encoder's rate")
         encoder = self.options.encoder
@@ -206,7 +210,7 @@ class OnlineAction(Task):
         return {"classes": json.dumps(self.names)}
 
     def follow(self, model: nn.Module, video: Video) -> tuple[list[float], np.ndarray]:
-        """A video as it comes: moments in seconds, and scores ``[moments, classes]``."""
+        """Follow a video frame by frame. Return the moments in seconds, and scores ``[moments, classes]``."""
         assert isinstance(model, OnlineDetector)
         transform, stream = eval_transform(self.options.data), Stream(model)
         times = video.moments(self.options.data.fps)

@@ -1,4 +1,4 @@
-"""Video action recognition: clips of videos, a video transformer or an image model over frames, top-1 over views."""
+"""Video action recognition: clips of videos, a video transformer or an image model on frames, top-1 over views."""
 
 import json
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 FRAME_SAMPLERS = ("frames", "frames_jitter")
 LONGER = 1.25
-"""generated: frames of a video over those that a clip spans"""
+"""source generated: how many times as long as a clip a video is"""
 
 
 @dataclass
@@ -46,24 +46,27 @@ class Data:
     source: Literal["list", "epic", "generated"] = "list"
     root: Path = Path("data/kinetics400")
     train: str = "train.txt"
-    """the list of videos, or Epic-Kitchens' annotations, below root"""
+    """the list of training videos, or Epic-Kitchens' annotations, below root"""
     valid: str = "val.txt"
+    """the same for validation"""
     held_out: list[str] = field(default_factory=lambda: [f"P{number}" for number in range(26, 32)])
-    """epic: participants to evaluate with; the others are trained with"""
+    """source epic: participants to evaluate with; the others are trained with"""
     videos: tuple[int, int] = field(default=(512, 128), metadata=COUNT)
-    """generated: how many to train with and to evaluate with"""
+    """source generated: how many videos to train with, and how many to evaluate with"""
     frames: int = field(default=32, metadata=COUNT)
-    """of a clip"""
+    """frames of a clip"""
     stride: int = field(default=2, metadata=COUNT)
-    """every which frame of the video is one of the clip"""
+    """distance from one frame of a clip to the next, in frames of the video"""
     size: int = field(default=224, metadata=COUNT)
+    """side of the frames that the model sees, in pixels"""
     side: int | None = field(default=None, metadata=COUNT)
-    """evaluation: the shorter side that frames are resized to before they are cropped; size, if it is not given"""
+    """evaluation: resize the shorter side of frames to this before they are cropped, by default to size"""
     views: tuple[int, int] = field(default=(1, 1), metadata=COUNT)
-    """evaluation: clips of a video, and crops of each"""
+    """evaluation: how many clips of a video, and how many crops of each"""
     mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406], metadata=SHARE)
-    """of pixels in [0, 1]"""
+    """mean of the channels of pixels in [0, 1]"""
     std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225], metadata=SHARE_ABOVE_0)
+    """their standard deviation"""
     workers: int = field(default=8, metadata=ranged(0, 1024))
     """processes that read videos, for each process that trains"""
 
@@ -85,7 +88,7 @@ class VideoOptions(TaskOptions):
 
 @register("video")
 class Video(Task):
-    """Which action a clip shows."""
+    """The task of naming the action that a clip shows."""
 
     Options = VideoOptions
     best_by = "top1"
@@ -172,11 +175,11 @@ class Video(Task):
         return clips, labels.to(self.device, non_blocking=True), notes
 
     def normalised(self, clips: Tensor) -> Tensor:
-        """Of 0 to 255, on the device."""
+        """Move pixels from 0 to 255 to the device and normalise them."""
         return (clips.to(self.device, non_blocking=True) / 255 - self.mean) / self.std
 
     def state(self) -> dict[str, Any]:
-        """Notes on training videos, of all processes."""
+        """The notes on training videos from all processes."""
         found = gather(self.clip_notes)
         return {kind: sorted(set().union(*(its.get(kind, ()) for its in found))) for kind in (UNREAD, SHORT)}
 
@@ -226,7 +229,7 @@ class Video(Task):
         return Views(self.device, list(self.classes), list(self.classes.values()), self.clip_notes, self.picture)
 
     def picture(self, clip: Tensor) -> bytes:
-        """A normalised clip, and what of clips the last training forward kept."""
+        """A PNG of a normalised clip, and of the positions that the last training forward kept."""
         kept = None if self.sampled is None else kept_cells(self.sampled, clip.shape[1])
         return strip(clip * self.std + self.mean, kept)
 
