@@ -118,12 +118,12 @@ def test_what_backward_computes_again_is_not_counted_as_saved(config):
 
 
 def test_a_forward_that_checkpointing_stops_early_has_ended():
-    """So that a second one in the same step is counted where it saves."""
+    """So that what a loss saves behind a second one in the same step is not counted to a block."""
     model = checkpoint_blocks(timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32))
 
     def step(times: int) -> None:
         for _ in range(times):
-            model(torch.ones(2, 3, 32, 32)).sum().backward()
+            F.cross_entropy(model(torch.ones(2, 3, 32, 32)), torch.tensor([0, 1])).backward()
 
     once, twice = (torchsbp.measure(model, partial(step, times)) for times in (1, 2))
     assert twice.saved == {name: 2 * size for name, size in once.saved.items()}
