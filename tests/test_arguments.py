@@ -96,6 +96,10 @@ CALLS = {
     "blocks, a mask": (lambda: vit(blocks=[False, True, True]), r"blocks=\[False, True, True\] is not allowed; use No"),
     "blocks, a filter": (lambda: vit(blocks=lambda name: True), r"blocks must be a function of \(name, module\), foun"),
     "an empty batch": (lambda: vit()(IMAGES[:0]), r"batch is empty \(input of shape \(0, 3, 32, 32\)\): .* skip it"),
+    "frames, a step that is true": (
+        lambda: torchsbp.sbp_frames(LAYER, torch.ones(1, 4, 2), 0.5, step=True),
+        r"step=True is of type bool; allowed: the number of the training step",
+    ),
     "frames": (lambda: torchsbp.sbp_frames(LAYER, 3, step=0), r"video=3 is of type int; allowed: a tensor \[batch, fr"),
     "frames, ratio": (lambda: torchsbp.sbp_frames(LAYER, X, "fast", step=0), r"keep_ratio='fast' suits a mod"),
     "frames, step": (lambda: torchsbp.sbp_frames(LAYER, X, step=None), r"step=None is of type NoneType; allowed: the "),

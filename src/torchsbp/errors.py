@@ -41,7 +41,8 @@ def shown(value: Any) -> str:
 
 def expect(name: str, value: Any, kinds: type | tuple[type, ...], allowed: str) -> None:
     """Raise UsageTypeError unless an argument is of these kinds; ``allowed`` says what it may be and how to make it."""
-    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is int):
+    allows_bool = bool in (kinds if isinstance(kinds, tuple) else (kinds,))  # which Python counts among the ints
+    if not isinstance(value, kinds) or (isinstance(value, bool) and not allows_bool):
         raise UsageTypeError(f"{name}={shown(value)} is of type {type(value).__name__}; allowed: {allowed}")
 
 

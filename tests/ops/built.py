@@ -79,6 +79,7 @@ def main(architecture: int) -> None:
     for model, shape, options in STEPS:
         torchsbp.estimate(model, shape, torchsbp.SBPConfig(**options))
     kernel_steps.take_rows(torch.zeros(4, 384), torch.arange(2), torch.bfloat16)
+    kernel_steps.choose_rows(build, torch.zeros(4, 384), torch.zeros(4, 1), 0)  # n = k = 1: constants to Triton
     print(json.dumps(build.shared))
 
 

@@ -14,6 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from torchsbp.ops import graphs as module
 from torchsbp.ops import operators
+from torchsbp.ops.alive import Alive
 from torchsbp.ops.block import transformer_block
 from torchsbp.ops.conv_block import ConvParams, ConvSpec, conv_block
 from torchsbp.ops.device import CPU, CUDA
@@ -423,3 +424,28 @@ def test_which_passes_are_small(shape, eager, compiled, monkeypatch):
     assert module.small(x, 1.0) is compiled
     monkeypatch.setattr(module, "captured_whole", lambda: True)
     assert module.small(x, 1.0) is False
+
+
+def test_a_first_pass_that_fails_is_captured_later(graphs, monkeypatch):
+    """Its memory has not been measured."""
+    errors = [RuntimeError("out of memory")]
+
+    def run(static, given):
+        if errors:
+            raise errors.pop()
+        return [given[0] + 1], None
+
+    x = torch.ones(2, device=DEVICE)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        graphs.run_pass(run, None, [x], x.device)
+    monkeypatch.setattr(graphs, "_steps", [graphs._steps[0] + 1])
+    (found,), _ = graphs.run_pass(run, None, [x], x.device)
+    assert torch.equal(found, x + 1)
+    assert isinstance(next(iter(graphs._GRAPHS.values())), graphs.Graph)
+
+
+def test_what_a_pass_is_given_is_not_counted_twice():
+    x = torch.ones(1024)
+    with Alive(x, None) as alive:
+        y = x.view(32, 32) + 1
+    assert alive.peak == y.nbytes

@@ -126,6 +126,16 @@ def test_choose(spread, k, prefix):
     assert torch.equal(found.inverse, inverse(expected.rows, SAMPLES * N))
 
 
+def test_every_mark_chooses_a_row_where_the_last_one_is_at_the_end():
+    """Probabilities are rounded down, so that they may add up to less than the place of the last mark."""
+    n, k = 1024, 256
+    dy, at = randn(n, 8), marks(torch.tensor([0.5 / 2**32], dtype=torch.float64), k).to(DEVICE)
+    found, expected = (its.choose(dy, at, BackwardOptions()) for its in (CUDA(), CPU()))
+    assert torch.equal(found.inverse, inverse(found.rows, n))
+    assert (found.counts > 0).all()
+    assert (found.rows == expected.rows).sum() >= k - 1
+
+
 @pytest.mark.filterwarnings("ignore:(invalid value|divide by zero):RuntimeWarning")  # of the interpreter
 def test_choose_of_what_is_zero_or_not_finite():
     """Zeros are all alike. Rows stay within their sample whatever comes, and what is not finite is seen by a scaler."""

@@ -96,13 +96,13 @@ def test_cifar_files(tmp_path, monkeypatch):
     assert train[3][1] == 9
 
 
-def write_shard(path: Path, labels: list[str]) -> None:
+def write_shard(path: Path, labels: list[str], folder: str = "") -> None:
     with tarfile.open(path, "w") as tar:
         for i, label in enumerate(labels):
             picture = io.BytesIO()
             Image.new("RGB", (8, 8), (10 * i, 0, 0)).save(picture, "png")
             for kind, content in (("png", picture.getvalue()), ("cls", label.encode())):
-                info = tarfile.TarInfo(f"sample{i:03d}.{kind}")
+                info = tarfile.TarInfo(f"{folder}sample{i:03d}.{kind}")
                 info.size = len(content)
                 tar.addfile(info, io.BytesIO(content))
 
@@ -117,6 +117,13 @@ def test_shards_are_read_in_any_order(tmp_path):
     assert (tmp_path / "train-0.tar.index.json").exists()
     write_shard(tmp_path / "train-1.tar", ["1", "1"])  # another shard of that name is indexed anew
     assert len(Shards(str(tmp_path / "train-*.tar"), 3, "RGB")) == 4
+
+
+@pytest.mark.parametrize("folder", ["./", "v1.0/train/"])
+def test_shards_may_have_folders_with_dots_in_their_names(tmp_path, folder):
+    write_shard(tmp_path / "train.tar", ["1", "0"], folder)
+    shards = Shards(str(tmp_path / "train.tar"), 2, "RGB")
+    assert [label for _, label in (shards[0], shards[1])] == [1, 0]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..ops.alive import Alive
@@ -30,11 +29,6 @@ class Live(Alive):
         self.in_graph = self.pool = 0
         self.graph = False
         self.at_peak: Any = None
-
-    def ignore(self, *tensors: Tensor) -> None:
-        """Don't count the storages of these tensors, which are counted elsewhere."""
-        for tensor in tensors:
-            self.storages[tensor.untyped_storage()._cdata] = tensor
 
     def counter(self) -> Callable[[int], None]:
         return self.count_in_graph if self.graph else super().counter()

@@ -16,13 +16,20 @@ def rounded(size: int) -> int:
 
 
 class Alive(TorchDispatchMode):
-    """Counts every storage that an operator inside returns, until its end; a view of an input counts the input.
+    """Counts every storage that an operator inside returns, until its end, but for those of the ``given`` tensors.
     ``now`` and ``peak`` are bytes, each storage rounded as the CUDA allocator does."""
 
-    def __init__(self) -> None:
+    def __init__(self, *given: Tensor | None) -> None:
         super().__init__()
         self.now = self.peak = 0
         self.storages: dict[int, Any] = {}
+        self.ignore(*given)
+
+    def ignore(self, *tensors: Tensor | None) -> None:
+        """Don't count the storages of these tensors, which are counted elsewhere."""
+        for tensor in tensors:
+            if tensor is not None:
+                self.storages[tensor.untyped_storage()._cdata] = tensor
 
     def counter(self) -> Callable[[int], None]:
         """The function that counts a storage made now: called with its bytes, and with minus these when it ends."""

@@ -184,7 +184,7 @@ class CUDA(Device):
     ) -> tuple[Any, Grad, Grad]:
         """The input's gradient of a depthwise convolution is taken as a convolution with the flipped weight: cuDNN's
         kernel for it takes twice as long as its forward's (ConvNeXt-T on an H200, `run.py --profile`: 4.8, 2.3 ms)."""
-        if not needs[0] or weight.shape[:2] != (groups, 1):
+        if not (needs[0] and x.numel()) or weight.shape[:2] != (groups, 1):
             return super().convolution_backward(dy, x, weight, padding, dilation, groups, needs)
         dx = F.conv2d(dy, weight.flip(2, 3), None, 1, padding, dilation, groups)
         others = False, *needs[1:]

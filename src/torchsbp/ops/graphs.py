@@ -132,7 +132,7 @@ def run_pass(run: Pass, static: Any, given: Tensors, device: torch.device) -> tu
         _GRAPHS[key] = step
         if len(_GRAPHS) > HELD:
             _GRAPHS.popitem(last=False)
-        with Alive() as alive:
+        with Alive(*given) as alive:
             result = run(static, given)
         needed = alive.peak + sum(t.nbytes for t in given if t is not None)
         _NEEDED[where[:2]] = max(needed, _NEEDED.get(where[:2], 0))
@@ -141,7 +141,7 @@ def run_pass(run: Pass, static: Any, given: Tensors, device: torch.device) -> tu
         _GRAPHS[key] = NEVER
         try:
             run(static, [None if t is None else t.clone() for t in given])
-            _GRAPHS[key] = Graph(run, static, given, pool_for(device, _NEEDED[where[:2]]))
+            _GRAPHS[key] = Graph(run, static, given, pool_for(device, _NEEDED.get(where[:2], 0)))
         except RuntimeError as error:  # out of memory too: without a graph the step before had enough
             reason = str(error).strip().split("\n")[0]
             warnings.warn(f"a block's pass is not captured in a CUDA graph, and takes longer: {reason}", stacklevel=2)

@@ -81,6 +81,9 @@ def launch_now(kernel: str, grid: tuple[int, ...], arguments: Mapping[str, Any])
     tensors, numbers, constants = tensors_of(arguments), numbers_of(arguments), constants_of(arguments)
     addresses = [None if t is None else t.data_ptr() for t in tensors]
     device, dtypes = tensors[0].get_device(), [None if t is None else t.dtype for t in tensors]
+    if elsewhere(device):
+        with torch.cuda.device(device):
+            return launch_now(kernel, grid, arguments)
     key = (kernel, device, constants, aligned(addresses), *dtypes, *map(kind, numbers))
     compiled = _COMPILED.get(key)
     if compiled is not None:
@@ -142,6 +145,11 @@ def kind(value: float) -> Any:
     return (value == 1, value % 16 == 0, value.bit_length() > 31) if isinstance(value, int) else float
 
 
+def elsewhere(device: int) -> bool:
+    """Return whether a GPU, unlike -1 for a CPU, is not the current one, to which Triton and the driver launch."""
+    return device >= 0 and device != torch._C._cuda_getDevice()
+
+
 def stream(device: int) -> int:
     """The current one, as the driver knows it."""
     return torch._C._cuda_getCurrentRawStream(device)
@@ -192,6 +200,9 @@ def _launch(name: str, read: Sequence[Tensor], written: Sequence[Tensor], sizes:
     tensors = [*read, *written]
     addresses = [t.data_ptr() for t in tensors]
     device = tensors[0].get_device()
+    if elsewhere(device):
+        with torch.cuda.device(device):
+            return _launch(name, read, written, sizes)
     key = (name, device, aligned(addresses), *sizes)
     bound = _BOUND.get(key)
     if bound is not None:

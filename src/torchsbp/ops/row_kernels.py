@@ -83,6 +83,7 @@ def choose(lengths, marks, rows, counts, inverse, n, k, prefix, BLOCK: tl.conste
     one: tl.constexpr = 1 << 40
     wide = tl.where(p > 0.0, p * one, 0.0).to(tl.int64)
     start = ((1.0 - tl.load(marks + b * k)) * one).to(tl.int64)
+    start = tl.maximum(start, tl.cast(k, tl.int64) * one - tl.sum(wide, 0))  # rounded down, they may miss the last mark
     ends = start + tl.cumsum(wide, 0)
     mark = (ends >> 40) - 1  # the last one up to the row's end
     chosen = free & (mark >= ((ends - wide) >> 40)) & (mark < k)

@@ -94,7 +94,8 @@ def projection_of(block: nn.Module, name: str | tuple[str, ...]) -> tuple[list[A
         return stack([matrix(block, each) for each in name])
     part = find(block, name)
     own = isinstance(part, Tensor)
-    weight, bias = (part, find(block, name.replace("weight", "bias"))) if own else matrix(block, name)
+    home, dot, own_name = name.rpartition(".")
+    weight, bias = (part, find(block, home + dot + own_name.replace("weight", "bias"))) if own else matrix(block, name)
     return [weight], bias
 
 

@@ -47,6 +47,19 @@ def test_frames_are_upright(tmp_path, turned):
     assert np.abs(frame.astype(int) - expected).mean() < 2
 
 
+def test_of_frames_at_one_time_one_is_read(tmp_path, monkeypatch):
+    """A key frame and another one: their places to seek to, a number and None, are not compared."""
+    before = videos.WithPyAV.scan
+
+    def twice(video):
+        first, *others = before(video)
+        return [(first[0], None), first, *others]
+
+    monkeypatch.setattr(videos.WithPyAV, "scan", twice)
+    with open_video(write_video(tmp_path / "a.mp4", frames=3), "pyav") as video:
+        assert len(video) == len(video.times) == 3
+
+
 def test_torchcodec_gives_the_same_frames(tmp_path):
     """In a process of its own, to which PyAV lends its FFmpeg: torchcodec needs one, and most machines have none."""
     script = "; ".join(

@@ -169,7 +169,9 @@ def index_shard(path: Path) -> list[list[int]]:
     try:
         with tarfile.open(path) as tar:
             for member in tar:
-                key, _, kind = member.name.partition(".")
+                folder, slash, name = member.name.rpartition("/")
+                stem, _, kind = name.partition(".")
+                key = folder + slash + stem
                 if kind.lower() in Shards.PICTURES:
                     images[key] = member.offset_data, member.size
                 elif kind == "cls":

@@ -167,7 +167,7 @@ class WithPyAV(Video):
         self.stream = self.container.streams.video[0]
         self.stream.codec_context.thread_count = 1
         self.fps = float(self.stream.average_rate) if self.stream.average_rate else None
-        shown = sorted(self.scan())
+        shown = sorted(dict(self.scan()).items())  # of two frames at one time the later one is shown
         self.numbers = {shown_at: number for number, (shown_at, _) in enumerate(shown)}
         self.times = [float((shown_at - shown[0][0]) * (self.stream.time_base or 1)) for shown_at, _ in shown]
         self.keys = [(number, seek_to) for number, (_, seek_to) in enumerate(shown) if seek_to is not None]
