@@ -195,20 +195,19 @@ def launch_later(kernel: str, grid: tuple[int, ...], arguments: Mapping[str, Any
     torch.ops.torchsbp.launch(name, [tensors[it] for it in read], [tensors[it] for it in written], [*sizes.values()])
 
 
-@torch.library.impl("torchsbp::launch", ("cpu", "cuda"))
-def _launch(name: str, read: Sequence[Tensor], written: Sequence[Tensor], sizes: Sequence[int]) -> None:
+def launch_named(name: str, read: Sequence[Tensor], written: Sequence[Tensor], sizes: Sequence[int]) -> None:
     tensors = [*read, *written]
     addresses = [t.data_ptr() for t in tensors]
     device = tensors[0].get_device()
     if elsewhere(device):
         with torch.cuda.device(device):
-            return _launch(name, read, written, sizes)
+            return launch_named(name, read, written, sizes)
     key = (name, device, aligned(addresses), *sizes)
     bound = _BOUND.get(key)
     if bound is not None:
         (run, handle, metadata), (x, y, z), ordered, numbers = bound
         run(x, y, z, stream(device), handle, metadata, None, None, None, *ordered(addresses + numbers))
-        return
+        return None
     later = _LATER[name]
     arguments = dict(zip([*later.read, *later.written], tensors, strict=True))
     others = later.fixed | dict(zip(later.sizes, sizes, strict=True))
@@ -218,6 +217,10 @@ def _launch(name: str, read: Sequence[Tensor], written: Sequence[Tensor], sizes:
         at = {name: number for number, name in enumerate([*arguments, *others])}
         order = [at[name] for name in function_named(later.kernel).arg_names]
         _BOUND[key] = Bound(compiled, sides, itemgetter(*order), [*others.values()])
+    return None
+
+
+torch.library.impl("torchsbp::launch", ("cpu", "cuda"), launch_named)
 
 
 @torch.library.register_fake("torchsbp::launch")
