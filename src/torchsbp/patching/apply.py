@@ -17,7 +17,7 @@ from ..sampling import operators, samplers, schedules
 from ..sampling.area import Images
 from ..sampling.masks import Drawn, Masks, SiteSpec
 from . import lean, pointwise, replay, windowed  # noqa: F401  their strategies are registered
-from .entry import Entry, SampledModule, bind_entry, entries, unbind_entry
+from .entry import Backbone, Entry, SampledModule, bind_entry, entries, unbind_entry
 from .patches import PatchEmbedding, stem
 from .sampled import Sampling, strategy_for
 from .site import Strategy, bind, patched_modules, unbind
@@ -203,7 +203,7 @@ def strategies_for(
         for s in sampled
         if s.depth is not None
     )
-    entry = Entry(config, masks, layout, modules, f"{name}." if name else "")
+    entry = Entry(config, masks, layout, modules, f"{name}." if name else "", Backbone(model))
     if isinstance(config.keep_ratio, schedules.Milestones):
         for step, _ in config.keep_ratio.points:
             entry.ratios(step)  # every list has the right length

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import index
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,23 @@ class SampledModule:
     description: Description
 
 
+class Backbone:
+    """Which one an entry is of; None in a copy of the entry alone. Held weakly: a model that is let go gives its memory
+    back at once."""
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self.module = None if module is None else ref(module)
+
+    def __call__(self) -> nn.Module | None:
+        return None if self.module is None else self.module()
+
+    def __deepcopy__(self, copies: dict[int, Any]) -> "Backbone":
+        return Backbone(copies.get(id(self())))
+
+    def __reduce__(self) -> Any:
+        return Backbone, (self(),)
+
+
 @dataclass
 class Entry(Strategy):
     """``prefix`` is that of the backbone's names in the model. ``counts`` is False while the step counter may hold
@@ -45,6 +63,7 @@ class Entry(Strategy):
     layout: Layout
     sampled: tuple[SampledModule, ...]
     prefix: str
+    backbone: Backbone
     counts: bool = True
     given: Tensor | None = None
 
@@ -74,11 +93,20 @@ class Entry(Strategy):
         return y
 
     def check(self, module: nn.Module) -> None:
-        """An error if a sampled module was replaced by another one, which would train plainly."""
+        """An error if a sampled module was replaced by another one, which would train plainly: alone, or with what
+        held it."""
         for sampled in self.sampled:
-            found = find(sampled.home, sampled.name.rpartition(".")[2])
-            if found is not None and next(found.parameters(), None) is not None and not self.samples(found):
-                refuse(sampled.home, [f"{sampled.name} is a {bare_name(found)} that was not patched"])
+            self.refuse_plain(sampled, sampled.home, sampled.name.rpartition(".")[2])
+        backbone = self.backbone()
+        there = set() if backbone is None else set(backbone.modules())
+        for sampled in self.sampled if backbone is not None else ():
+            if sampled.module not in there:
+                self.refuse_plain(sampled, backbone, sampled.name)
+
+    def refuse_plain(self, sampled: SampledModule, home: Any, name: str) -> None:
+        found = find(home, name)
+        if found is not None and next(found.parameters(), None) is not None and not self.samples(found):
+            refuse(home, [f"{sampled.name} is a {bare_name(found)} that was not patched"])
 
     def samples(self, module: nn.Module) -> bool:
         """Whether a module, or what it was wrapped around, reads the masks that are drawn here."""
