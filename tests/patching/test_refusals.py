@@ -75,6 +75,7 @@ def test_ratio_of_a_wrong_type(ratio):
             {"sampler": "norm", "per_block": False},
             r"per_block=False does not go with that. Use per_block=True, or another",
         ),
+        ({"sampler": "norm", "exact_downsampling": False}, r"exact_downsampling=False does not go with that"),
         ({"sampler": "norm", "scale": "none"}, r"scale='none' does not go with that. Use scale='rows'"),
         ({"sampler": "norm", "scope": "block"}, r"scope='block' does not go with that. Use scope='branch'"),
         ({"per_block": True, "scope": "block"}, r"that every block keeps; use scope=\"branch\", or per_block=False"),
