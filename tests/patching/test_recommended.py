@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import nn
+from torchvision.models import vision_transformer
+from torchvision.models.feature_extraction import create_feature_extractor
 
 import torchsbp
 from torchsbp import SBPConfig
@@ -74,6 +76,13 @@ def test_what_is_recommended_depends_on_where_a_vit_is_read(name, options, expec
     model = MODELS[name].model(**options)
     assert recommended_for(model) is expected
     assert configs(torchsbp.apply(model)) == [SBPConfig(**expected.default)]
+
+
+def test_a_trace_of_a_vit_gives_maps():
+    leaves = {"leaf_modules": [vision_transformer.EncoderBlock]}
+    extractor = create_feature_extractor(tiny("torchvision vit"), ["encoder.ln"], tracer_kwargs=leaves)
+    assert recommended_for(extractor) is UNTRIED
+    assert recommended_for(tiny("torchvision vit")) is VIT
 
 
 def test_families_are_as_the_table_says():

@@ -120,8 +120,10 @@ class Layout:
         return self.prefix if isinstance(self.prefix, int) else self.prefix(model)
 
     def read_at_token(self, model: nn.Module) -> bool:
-        """Whether the model's output is made of a token in front. timm's models say how they are pooled."""
-        return self.prefix_of(model) > 0 and getattr(model, "global_pool", "token") == "token"
+        """Whether the model's output is made of a token in front. timm's models say how they are pooled; wrappers of
+        any family give maps."""
+        at_token = getattr(model, "global_pool", "token") == "token"
+        return not self.holds_any and self.prefix_of(model) > 0 and at_token
 
 
 def last_blocks(depths: list[int], fraction: float | None = None) -> list[range]:
