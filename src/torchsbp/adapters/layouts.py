@@ -121,8 +121,8 @@ class Layout:
 
     def read_at_token(self, model: nn.Module) -> bool:
         """Whether the model's output is made of a token in front. timm's models say how they are pooled; wrappers of
-        any family give maps."""
-        at_token = getattr(model, "global_pool", "token") == "token"
+        any family give maps, and of transformers' models those with a token for masked patches are read at these."""
+        at_token = getattr(model, "global_pool", "token") == "token" and find(model, "embeddings.mask_token") is None
         return not self.holds_any and self.prefix_of(model) > 0 and at_token
 
 
