@@ -145,8 +145,8 @@ def cyclic(sampler: str | samplers.Sampler) -> bool:
 def refuse_drawn_masks(config: SBPConfig) -> None:
     """Raise UsageError for options that positions chosen in backward do not have."""
     needed = {
-        "attention": ("query", "exact"), "scope": ("branch",), "per_sample": (True,), "per_block": (True,),
-        "scale": ("rows",), "exact_downsampling": (True,),
+        "attention": ("query", "exact"), "scope": ("branch",), "exact_downsampling": (True,), "per_sample": (True,),
+        "per_block": (True,), "scale": ("rows",),
     }  # fmt: skip
     for name, allowed in needed.items():
         if getattr(config, name) not in allowed:

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
+from torchvision.models import vision_transformer
+from torchvision.models.feature_extraction import create_feature_extractor
 
 import torchsbp
 from torchsbp import SBPConfig
@@ -74,6 +77,21 @@ def test_what_is_recommended_depends_on_where_a_vit_is_read(name, options, expec
     model = MODELS[name].model(**options)
     assert recommended_for(model) is expected
     assert configs(torchsbp.apply(model)) == [SBPConfig(**expected.default)]
+
+
+def test_a_trace_of_a_vit_gives_maps():
+    leaves = {"leaf_modules": [vision_transformer.EncoderBlock]}
+    extractor = create_feature_extractor(tiny("torchvision vit"), ["encoder.ln"], tracer_kwargs=leaves)
+    assert recommended_for(extractor) is UNTRIED
+    assert recommended_for(tiny("torchvision vit")) is VIT
+
+
+@pytest.mark.parametrize("family", ["ViT", "DeiT"])
+def test_vits_that_learn_from_masked_patches_are_read_at_maps(family):
+    sizes = {"image_size": 32, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    assert recommended_for(getattr(transformers, f"{family}ForMaskedImageModeling")(config)) is UNTRIED
+    assert recommended_for(getattr(transformers, f"{family}ForImageClassification")(config)) is VIT
 
 
 def test_families_are_as_the_table_says():

@@ -1,6 +1,9 @@
 """Fails loudly: what is refused, in which words, and that the model is left as it was."""
 
 import copy
+import gc
+import pickle
+import weakref
 
 import pytest
 import timm
@@ -26,6 +29,10 @@ class NoBlock:
 
     def __repr__(self):
         return "no_block"
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
 
 
 @pytest.mark.parametrize("ratio", [0, -1, 1.5, float("nan"), float("inf"), [0.5, 0.0], []])
@@ -68,6 +75,7 @@ def test_ratio_of_a_wrong_type(ratio):
             {"sampler": "norm", "per_block": False},
             r"per_block=False does not go with that. Use per_block=True, or another",
         ),
+        ({"sampler": "norm", "exact_downsampling": False}, r"exact_downsampling=False does not go with that"),
         ({"sampler": "norm", "scale": "none"}, r"scale='none' does not go with that. Use scale='rows'"),
         ({"sampler": "norm", "scope": "block"}, r"scope='block' does not go with that. Use scope='branch'"),
         ({"per_block": True, "scope": "block"}, r"that every block keeps; use scope=\"branch\", or per_block=False"),
@@ -237,11 +245,45 @@ def test_a_block_that_was_replaced_is_refused_when_training_begins_and_by_what_w
     model = backbone(torchsbp.apply(tiny_vit().double()))
     step(model, images())
     model.blocks[1] = how(model.blocks[1])
-    message = r"Sequential was changed after torchsbp.apply: blocks.1 is a Block that was not patched. Call torchsbp"
+    message = (
+        r"VisionTransformer was changed after torchsbp.apply: blocks.1 is a Block that was not patched. Call torchsbp"
+    )
     for noticing in (model.train, lambda: torchsbp.kept(model), lambda: torchsbp.check(model, images())):
         with pytest.raises(ValueError, match=message):
             noticing()
     assert torchsbp.check(torchsbp.apply(torchsbp.remove(model)).train(), images()).passed
+
+
+@pytest.mark.parametrize("backbone", [lambda model: model, copy.deepcopy, pickled])
+def test_blocks_that_were_replaced_with_their_list_are_refused(backbone):
+    model = backbone(torchsbp.apply(tiny_vit().double()))
+    step(model, images())
+    model.blocks = nn.Sequential(*tiny_vit().double().blocks)
+    message = r"VisionTransformer was changed after torchsbp.apply: blocks.1 is a Block that was not patched."
+    for noticing in (model.train, lambda: torchsbp.kept(model), lambda: torchsbp.check(model, images())):
+        with pytest.raises(ValueError, match=message):
+            noticing()
+    model.blocks = nn.Sequential(*torchsbp.apply(tiny_vit()).blocks)  # of another model: its masks are not drawn here
+    with pytest.raises(ValueError, match=message):
+        model.train()
+
+
+def test_blocks_that_moved_with_their_list_are_no_reason_to_refuse():
+    model = torchsbp.apply(tiny_vit().double())
+    model.blocks = nn.Sequential(*model.blocks, nn.Identity())
+    step(model.train(), images())
+
+
+def test_a_patched_model_that_is_let_go_is_gone_at_once():
+    model = torchsbp.apply(tiny_vit())
+    step(model.train(), images().float())
+    gone = weakref.ref(model.blocks[1].mlp.fc1.weight)
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("change", ["shortened", "switched off", "wrapped", "compiled"])

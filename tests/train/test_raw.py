@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -144,6 +145,21 @@ def test_a_worker_that_is_lost_while_it_hands_over_a_batch(tmp_path, cut_off):
     config = parse("train", [str(recipe(tmp_path))])
     with pytest.raises(RunError, match="a process that reads data was lost"), told(config, Processes(CPU_DEVICE)):
         raise cut_off
+
+
+def test_a_lost_worker_is_told_in_any_thread(tmp_path):
+    """Signals can be set in the main one alone."""
+    config, ended = parse("train", [str(recipe(tmp_path))]), []
+
+    def lost() -> None:
+        with pytest.raises(RunError, match="a process that reads data was lost"), told(config, Processes(CPU_DEVICE)):
+            raise EOFError
+        ended.append(True)
+
+    thread = threading.Thread(target=lost)
+    thread.start()
+    thread.join()
+    assert ended
 
 
 def test_a_killed_worker_is_told(tmp_path):

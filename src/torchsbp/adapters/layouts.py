@@ -130,8 +130,11 @@ class Layout:
 
     def read_at_token(self, model: nn.Module) -> bool:
         """Return whether the model's output is read at a token in front: if there is one, unless timm's ``global_pool``
-        says otherwise."""
-        return self.prefix_of(model) > 0 and getattr(model, "global_pool", "token") == "token"
+        says otherwise. Wrappers of any family return maps, and so do transformers' models with a token for masked
+        patches."""
+        pooled_there = getattr(model, "global_pool", "token") == "token"
+        returns_maps = self.holds_any or find(model, "embeddings.mask_token") is not None
+        return self.prefix_of(model) > 0 and pooled_there and not returns_maps
 
 
 def last_blocks(depths: list[int], fraction: float | None = None) -> list[range]:

@@ -17,7 +17,7 @@ from ..sampling import operators, samplers, schedules
 from ..sampling.area import Images
 from ..sampling.masks import Drawn, Masks, SiteSpec
 from . import lean, pointwise, replay, windowed  # noqa: F401  importing them registers their strategies
-from .entry import Entry, SampledModule, bind_entry, entries, unbind_entry
+from .entry import Backbone, Entry, SampledModule, bind_entry, entries, unbind_entry
 from .patches import PatchEmbedding, stem
 from .sampled import Sampling, strategy_for
 from .site import Strategy, bind, patched_modules, unbind
@@ -213,12 +213,8 @@ def strategies_for(
         tuple(site_spec(its, rule.heads) for its in sampled),
         config.capture,
     )
-    modules = tuple(
-        SampledModule(s.name, s.module, model.get_submodule(s.name.rpartition(".")[0]), s.depth, s.description)
-        for s in sampled
-        if s.depth is not None
-    )
-    entry = Entry(config, masks, layout, modules, f"{name}." if name else "")
+    modules = tuple(SampledModule(s.name, s.module, s.depth, s.description) for s in sampled if s.depth is not None)
+    entry = Entry(config, masks, layout, modules, f"{name}." if name else "", Backbone(model))
     if isinstance(config.keep_ratio, schedules.Milestones):
         for step, _ in config.keep_ratio.points:
             entry.ratios(step)  # raises if a list has the wrong length

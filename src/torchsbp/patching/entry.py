@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import index
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +26,31 @@ STEP = "sbp_step"
 
 @dataclass(frozen=True)
 class SampledModule:
-    """A sampled block or down-sampling layer: its name in the backbone, its parent (``home``), its place over depth, by
-    which its keep-ratio is found, and its description."""
+    """A sampled block or down-sampling layer: its name in the backbone, its place over depth, by which its keep-ratio
+    is found, and its description."""
 
     name: str
     module: nn.Module
-    home: nn.Module
     depth: int
     description: Description
+
+
+class Backbone:
+    """The backbone of an entry, or None for a copy of the entry alone. The reference is weak, as a strong one would
+    make a cycle, and a model that is deleted would keep its memory until garbage is collected."""
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self.module = None if module is None else ref(module)
+
+    def __call__(self) -> nn.Module | None:
+        return None if self.module is None else self.module()
+
+    def __deepcopy__(self, copies: dict[int, Any]) -> "Backbone":
+        return Backbone(copies.get(id(self())))
+
+    def __reduce__(self) -> Any:
+        module = self()  # a traced one is made of its parts, and can't be referred to by them
+        return Backbone, (None if isinstance(module, torch.fx.GraphModule) else module,)
 
 
 @dataclass
@@ -48,6 +66,7 @@ class Entry(Strategy):
     layout: Layout
     sampled: tuple[SampledModule, ...]
     prefix: str
+    backbone: Backbone
     counts: bool = True
     given: Tensor | None = None
 
@@ -77,11 +96,16 @@ class Entry(Strategy):
         return y
 
     def check(self, module: nn.Module) -> None:
-        """Raise UsageError if a sampled module was replaced by one that is not patched and would not be sampled."""
-        for sampled in self.sampled:
-            found = find(sampled.home, sampled.name.rpartition(".")[2])
+        """Raise UsageError if a sampled module was replaced, alone or with what holds it, by one that is not patched
+        and would not be sampled."""
+        backbone = self.backbone()
+        if backbone is None:
+            return
+        there = set(backbone.modules())
+        for name in (sampled.name for sampled in self.sampled if sampled.module not in there):
+            found = find(backbone, name)
             if found is not None and next(found.parameters(), None) is not None and not self.samples(found):
-                refuse(sampled.home, [f"{sampled.name} is a {bare_name(found)} that was not patched"])
+                refuse(backbone, [f"{name} is a {bare_name(found)} that was not patched"])
 
     def samples(self, module: nn.Module) -> bool:
         """Whether a module, or one that it wraps, reads the masks that are drawn here."""

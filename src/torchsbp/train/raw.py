@@ -3,7 +3,7 @@
 import re
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -39,7 +39,8 @@ def in_our_words(error: Exception, config: Config, processes: Processes) -> RunE
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_FULL.search(text):
         return RunError(out_of_memory(text, config, processes))
     if end := end_of_worker(error):
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler could raise again for the same worker
+        with suppress(AttributeError, ValueError):  # there is no such signal, or this is not the main thread
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler could raise again for the same worker
         return RunError(
             f"a process that reads data was {end}; often memory was short: fewer task.data.workers read less at "
             "once. Continue with --resume auto"
