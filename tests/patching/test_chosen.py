@@ -12,6 +12,7 @@ import torchsbp
 from torchsbp import SBPConfig
 from torchsbp.errors import UsageError
 from torchsbp.patching.entry import entries
+from torchsbp.sampling.schedules import Milestones
 
 from ..counting import SavedBytes
 from ..models import MODELS
@@ -47,6 +48,11 @@ def test_blocks_that_are_run_again_are_refused(name):
     ):
         torchsbp.apply(model, config=NORM)
     torchsbp.apply(model, 1.0, sampler="norm")  # nothing was changed, and nothing is chosen
+
+
+@pytest.mark.parametrize("ratio", [(1.0, 1.0), Milestones(((0, 1.0),))])
+def test_where_nothing_is_ever_chosen_blocks_need_not_choose(ratio):
+    torchsbp.apply(MODELS["cait"].model(), ratio, sampler="norm")
 
 
 @pytest.mark.parametrize("changes", [{"recompute": False}, {"blocks": 1.0}, {"keep_ratio": (0.75, 0.25)}], ids=str)

@@ -53,6 +53,23 @@ def test_rows_that_are_given_by_name_have_the_gradients_of_the_definition(attent
     assert torchsbp.check(model, torch.randn(2, 3, 64, 96)).passed
 
 
+class Masked(Block):
+    """Whose mask, of all positions, has no name in the call."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        n, mask = self.norm(hidden_states), torch.full((24, 24), -1.0, dtype=hidden_states.dtype).triu(1)
+        return hidden_states + self.attn(n, n, n, None, False, mask)[0]
+
+
+@pytest.mark.parametrize("attention", [nn.MultiheadAttention, Attention])
+def test_a_mask_that_is_given_by_position(attention):
+    model = Model(attention, ())
+    model.layers = nn.ModuleList(Masked(attention, ()) for _ in range(3))
+    block = Residual(mixers=(Mixer("attn", "norm"),))
+    torchsbp.register(Adapter("masked", {Masked: block}, Layout(Model, entry="patches", stages="layers")))
+    assert torchsbp.check(torchsbp.apply(model, 0.5), torch.randn(2, 3, 64, 96)).passed
+
+
 def test_they_compile():
     model = torchsbp.apply(Model(nn.MultiheadAttention, ("query", "key", "value")).double(), 0.5)
     check_compiled(model, torch.randn(2, 3, 64, 96, dtype=torch.double), "aot_eager", steps=2)

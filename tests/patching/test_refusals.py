@@ -299,6 +299,12 @@ def test_blocks_that_are_gone_or_wrapped_are_no_reason_to_refuse(change):
     assert list(torchsbp.kept(model)) == ["blocks.1", "blocks.2"]
 
 
+def test_a_model_that_was_shortened_can_be_checked():
+    model = torchsbp.apply(tiny_vit().double(), 0.5)
+    model.blocks = model.blocks[:2]
+    assert torchsbp.check(model, images()).passed
+
+
 def test_a_part_that_was_wrapped_is_trained():
     model = torchsbp.apply(TOKENS["differential attention"].model(), 0.5)
     model.blocks[1].attn = checkpoint_wrapper(model.blocks[1].attn)

@@ -138,7 +138,7 @@ def set_sizes(model: nn.Module, sizes: Sequence[Sequence[int]] | Tensor, padded:
     found = list(patched_entries(model))
     given, size = whole_sizes(sizes, padded)
     for entry, module in found:
-        if entry.config.scale != "none" and entry.config.keep_ratio != 1:
+        if entry.config.scale != "none" and min(entry.least_ratios()) < 1:
             raise UsageError(
                 f'scale="{entry.config.scale}" weighs all images alike, but of a smaller one a larger share is kept; '
                 'apply with scale="none", or leave set_sizes out: positions are then drawn from all of the padded size'
@@ -215,11 +215,9 @@ def strategies_for(
     )
     modules = tuple(SampledModule(s.name, s.module, s.depth, s.description) for s in sampled if s.depth is not None)
     entry = Entry(config, masks, layout, modules, f"{name}." if name else "", Backbone(model))
-    if isinstance(config.keep_ratio, schedules.Milestones):
-        for step, _ in config.keep_ratio.points:
-            entry.ratios(step)  # raises if a list has the wrong length
-    else:
-        masks.ratios = entry.ratios(0)
+    least = entry.least_ratios()  # raises if a list has the wrong length
+    if not isinstance(config.keep_ratio, schedules.Milestones):
+        masks.ratios = least
     recomputing = round(config.recompute * len(found))  # the first blocks, since what the last ones save is freed first
     numbers = {its.name: number for number, its in enumerate(sampled)}
     bound = []
@@ -229,7 +227,7 @@ def strategies_for(
         how = config.scope, config.scale, i < recomputing, config.capture, recomputing == len(found)
         sampling = Sampling(masks, site, its_rule, *how)
         its_own = [(m, strategy_for(part, its.module, sampling)) for m, part in its.description.bindings(its.module)]
-        if site is not None and config.sampler in samplers.IN_BACKWARD and config.keep_ratio != 1:
+        if site is not None and config.sampler in samplers.IN_BACKWARD and least[site] < 1:
             refuse_drawn_rows(its, its_own[0][1], config)
         bound += its_own
     convolutions = stem(model, layout.stages_of(model))

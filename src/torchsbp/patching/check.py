@@ -129,14 +129,15 @@ def record_gates(patched: nn.Module) -> Gates:
     for entry, module in patched_entries(patched):
         entry.masks.drawn = None
         for index, sampled in enumerate(entry.sampled):
-            its = gates[names[sampled.module]] = CallGates()
-            record = partial(its.record, entry.masks, index, entry.step(module).device)
-            last_of(sampled.module).register_forward_pre_hook(record)
+            if sampled.module in names:
+                its = gates[names[sampled.module]] = CallGates()
+                record = partial(its.record, entry.masks, index, entry.step(module).device)
+                last_of(sampled.module).register_forward_pre_hook(record)
     return gates
 
 
 def names_in(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the current names of modules: a model may have been wrapped since it was patched."""
+    """Return the current names of modules: since it was patched, a model may have been wrapped, or blocks removed."""
     return {module: name for name, module in model.named_modules()}
 
 
@@ -146,6 +147,8 @@ def install_gates(twin: nn.Module, patched: nn.Module, gates: Gates | None = Non
     names = names_in(patched)
     for entry, module in patched_entries(patched):
         for index, sampled in enumerate(entry.sampled):
+            if sampled.module not in names:
+                continue
             name = names[sampled.module]
             block = twin.get_submodule(name)
             if gates is not None:

@@ -131,6 +131,12 @@ class Entry(Strategy):
         over_depth = schedules.over_depth(ratio, max(sampled.depth for sampled in self.sampled) + 1)
         return tuple(over_depth[sampled.depth] for sampled in self.sampled)
 
+    def least_ratios(self) -> tuple[float, ...]:
+        """Return the least ratio that each sampled module ever has."""
+        ratio = self.config.keep_ratio
+        steps = [step for step, _ in ratio.points] if isinstance(ratio, schedules.Milestones) else [0]
+        return tuple(map(min, zip(*(self.ratios(step) for step in steps), strict=True)))
+
 
 def bind_entry(module: nn.Module, entry: Entry) -> None:
     bind(module, entry)

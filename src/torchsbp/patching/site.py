@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Strategy:
     """What a patched module does: here, what its own class does. It is the module's attribute ``sbp``."""
 
-    input = ""
-    """The name of the first argument of the module's own forward. A strategy always gets that argument by position."""
+    arguments: tuple[str, ...] = ("",)
+    """The names of what the module's own forward takes. A strategy always gets the first one by position."""
 
     def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return original(module)(*args, **kwargs)
@@ -40,8 +40,8 @@ class Site(nn.Module):
     sbp: Strategy = Strategy()  # for modules made by calling a patched module's class, as peft does for LoRA
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not args and self.sbp.input in kwargs:
-            args = (kwargs.pop(self.sbp.input),)
+        if not args and self.sbp.arguments[0] in kwargs:
+            args = (kwargs.pop(self.sbp.arguments[0]),)
         return self.sbp.forward(self, *args, **kwargs)
 
     def train(self, mode: bool = True) -> Self:
@@ -78,7 +78,7 @@ def _rebuild(base: type[nn.Module]) -> nn.Module:
 
 
 def bind(module: nn.Module, strategy: Strategy) -> None:
-    strategy.input = next(iter(signature(module.forward).parameters), "")
+    strategy.arguments = tuple(signature(module.forward).parameters) or Strategy.arguments
     module.__class__ = bound_class(type(module))
     module.sbp = strategy  # type: ignore[assignment]
 
