@@ -319,8 +319,8 @@ def test_other_families_are_refused_by_name():
 
 
 def test_releases_that_are_too_old_are_refused(monkeypatch):
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.5.4")
-    with pytest.raises(ValueError, match=r"transformers 5.5.4 is not supported; install transformers >= 5.6"):
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.16.4")
+    with pytest.raises(ValueError, match=r"transformers 5.16.4 is not supported; install transformers >= 5.17"):
         torchsbp.apply(model_of("vit"))
 
 

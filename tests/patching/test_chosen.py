@@ -15,7 +15,7 @@ from torchsbp.patching.entry import entries
 from torchsbp.sampling.schedules import Milestones
 
 from ..counting import SavedBytes
-from ..models import MODELS
+from ..models import GROUPED, MODELS
 from ..oracle import check_definition, check_rule
 from ..steps import assert_gradients, check_compiled, check_copies, check_left_as_it_was, step
 
@@ -28,7 +28,7 @@ CHOOSING = [
     "torchvision swin, padded", "transformers swin, padded", "video swin", "video swin, padded", "hieradet", "edgenext",
 ]  # fmt: skip
 RUN_AGAIN = [
-    "differential attention", "parallel", "one piece", "dinov3 split qkv", "vit, own norm", "mixer", "resmlp",
+    "differential attention", "parallel", "one piece", *(["dinov3 split qkv"] if GROUPED else []), "vit, own norm", "mixer", "resmlp",
     "coatnet", "convnext v2", "convnext simple norm", "swin, own norm", "video swin, own norm", "sam", "cait",
     "hiera", "gcvit", "volo", "mvit", "caformer", "focalnet", "mambaout",
 ]  # fmt: skip

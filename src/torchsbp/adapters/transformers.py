@@ -20,7 +20,7 @@ from .lean import ConvBlock, DownsampleList, RotaryBlock, TransformerBlock
 from .names import find
 from .rerun import Mixer, PointwiseBlock, Residual
 
-OLDEST = (5, 6)  # older releases nest CLIP's and SigLIP's towers differently and have VideoMAE's biases elsewhere
+OLDEST = (5, 17)  # older releases have other names in the blocks and backbones of several families
 
 Names = dict[str, Any]
 Prefix = int | Callable[[nn.Module], int]
@@ -123,13 +123,6 @@ def vitpose_block(cls: str) -> TransformerBlock:
     return block(cls, "layernorm_before", "layernorm_after", QUERY, OLD_MLP, classes=classes)
 
 
-def nested_block(cls: str) -> TransformerBlock:
-    """Describe a block of VideoMAE, and of ViT and its like before transformers 5.9."""
-    classes = {"attention.attention": "SelfAttention", "attention.output": "SelfOutput"}
-    classes |= {"intermediate": "Intermediate", "output": "Output"}
-    return block(cls, "layernorm_before", "layernorm_after", QUERY, INTERMEDIATE, classes=classes)
-
-
 def dinov2_block(cls: str, mlp: str = "MLP", names: Names = MLP) -> TransformerBlock:
     classes = {"attention": "Attention", "mlp": mlp, "layer_scale1": "LayerScale", "layer_scale2": "LayerScale"}
     return block(cls, "norm1", "norm2", Q_PROJ, names, LAYER_SCALE, DROP_PATH, classes=classes)
@@ -184,8 +177,7 @@ def transformer(
 def vit(name: str, cls: str, prefix: int) -> Adapter:
     """Return the adapter of a ViT for images, with what is recommended for such. Other families may be read anywhere:
     as towers, backbones, or by more than one head."""
-    descriptions, blocks = (vit_block(cls), nested_block(cls)), ("layers", "encoder.layer")
-    adapter = transformer(name, cls, *descriptions, prefix=prefix, blocks=blocks)
+    adapter = transformer(name, cls, vit_block(cls), prefix=prefix, blocks=("layers",))
     return replace(adapter, recommended=recommended.VIT)
 
 

@@ -69,14 +69,14 @@ BEIT_CLASSES = family("beit", "Beit")
 BEIT = transformer(
     "BEiT",
     BEIT_CLASSES,
-    *(beit_block(BEIT_CLASSES), data2vec_block(BEIT_CLASSES)),  # the second is the block of transformers 5.6
+    beit_block(BEIT_CLASSES),
     Residual(
         mixers=(Mixer("attention", "layernorm_before"),),
         idle=("attention.attention_dropout",),
         constant=("relative_position_bias",),
     ),
     prefix=1,
-    blocks=("layers", "encoder.layer"),
+    blocks=("layers",),
 )
 DATA2VEC_CLASSES = "transformers.models.data2vec.modeling_data2vec_vision.Data2VecVision"
 DATA2VEC = transformer("Data2Vec vision", DATA2VEC_CLASSES, data2vec_block(DATA2VEC_CLASSES), prefix=1)

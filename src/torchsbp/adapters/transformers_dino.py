@@ -14,7 +14,6 @@ from .transformers import (
     MLP,
     OLD_MLP,
     Q_PROJ,
-    QUERY,
     Names,
     block,
     class_and_registers,
@@ -51,12 +50,6 @@ def pixio_block(mlp: Names) -> TransformerBlock:
     return block(PIXIO_CLASSES, "layernorm_before", "layernorm_after", Q_PROJ, mlp, DROP_PATH, classes=classes)
 
 
-def nested_pixio_block() -> TransformerBlock:
-    """Describe the block of transformers 5.6. Later releases differ from each other in one name in the MLP only."""
-    classes = {"attention.attention": "SelfAttention", "attention.output": "SelfOutput", "mlp": "MLP"}
-    return block(PIXIO_CLASSES, "norm1", "norm2", QUERY, OLD_MLP, DROP_PATH, classes=classes)
-
-
 def class_tokens(model: nn.Module) -> int:
     return int(find(model, "embeddings.cls_token").shape[1])
 
@@ -64,9 +57,9 @@ def class_tokens(model: nn.Module) -> int:
 PIXIO = transformer(
     "Pixio",
     PIXIO_CLASSES,
-    *(pixio_block(MLP), pixio_block(OLD_MLP), nested_pixio_block()),
+    *(pixio_block(MLP), pixio_block(OLD_MLP)),
     prefix=class_tokens,
-    blocks=("layers", "encoder.layer"),
+    blocks=("layers",),
 )
 
 ADAPTERS = (TIPS_V2, RADIO, PIXIO)

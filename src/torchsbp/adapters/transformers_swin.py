@@ -73,7 +73,7 @@ SELF = attention(
 
 
 def nested_swin_blocks(**windows: Any) -> tuple[InWindows, ...]:
-    """Describe the blocks of MaskFormer's and Donut's Swin, and of Swin in transformers 5.6."""
+    """Describe the blocks of MaskFormer's and Donut's Swin."""
     lean = lean_swin_block(SELF, INTERMEDIATE, softmax_scale="", score_bias=W.maskformer_bias, **windows)
     again = swin_block(
         idle=("attention.self.dropout",),
@@ -93,7 +93,6 @@ SWIN = swin(
     swin_block(
         idle=("attention.attention_dropout",), mlp_drop="", kept_query_attention=W.transformers_attention, **CLAMPED
     ),
-    *nested_swin_blocks(**CLAMPED),
 )
 SWIN_V2 = swin(
     "Swin v2",

@@ -13,14 +13,15 @@ from .lean import RotaryBlock
 from .rerun import Mixer, Residual
 from .transformers import (
     DROP_PATH,
+    INTERMEDIATE,
     OLD_MLP,
+    QUERY,
     SELF_ATTN,
     Names,
     attention,
     block,
     check_version,
     family,
-    nested_block,
     transformer,
     vit_block,
 )
@@ -58,18 +59,27 @@ VJEPA2_BLOCK = block(
     classes={"attention": "RopeAttention", "mlp": "MLP"},
     kind=RotaryBlock,
 )
-VIDEOMAE = transformer("VideoMAE", VIDEOMAE_CLASSES, nested_block(VIDEOMAE_CLASSES))
+VIDEOMAE_BLOCK = block(
+    VIDEOMAE_CLASSES,
+    "layernorm_before",
+    "layernorm_after",
+    *(QUERY, INTERMEDIATE),
+    classes={
+        **{"attention.attention": "SelfAttention", "attention.output": "SelfOutput"},
+        **{"intermediate": "Intermediate", "output": "Output"},
+    },
+)
+VIDEOMAE = transformer("VideoMAE", VIDEOMAE_CLASSES, VIDEOMAE_BLOCK)
 VIVIT_CLASSES = family("vivit", "Vivit")
 VIVIT = transformer(
     "ViViT",
     VIVIT_CLASSES,
-    *(vit_block(VIVIT_CLASSES), nested_block(VIVIT_CLASSES)),
+    vit_block(VIVIT_CLASSES),
     Residual(  # its own activation is one that no op knows
-        mixers=(Mixer("attention", "layernorm_before"),),
-        idle=("attention.attention_dropout", "attention.attention.dropout_prob"),
+        mixers=(Mixer("attention", "layernorm_before"),), idle=("attention.attention_dropout",)
     ),
     prefix=1,
-    blocks=("layers", "encoder.layer"),
+    blocks=("layers",),
 )
 VJEPA2_POOLER_BLOCK = block(
     *(VJEPA2_CLASSES, "layer_norm1", "layer_norm2", SELF_ATTN, OLD_MLP, {"pair": True}),
