@@ -114,7 +114,7 @@ class SBPConfig:
                 "or per_block=False"
             )
         if self.sampler in samplers.IN_BACKWARD:
-            refuse_drawn_masks(self)
+            check_chosen_in_backward(self)
         one_of("capture", self.capture, (True, False))
         if not isinstance(self.recompute, (bool, int, float)) or not 0 <= self.recompute <= 1:
             raise UsageError(f"recompute={self.recompute!r} is not allowed; allowed: True, False, a number in [0, 1]")
@@ -142,7 +142,7 @@ def cyclic(sampler: str | samplers.Sampler) -> bool:
     return sampler not in samplers.IN_BACKWARD and bool(getattr(samplers.resolve(sampler), "cyclic", False))
 
 
-def refuse_drawn_masks(config: SBPConfig) -> None:
+def check_chosen_in_backward(config: SBPConfig) -> None:
     """Raise UsageError for options that positions chosen in backward do not have."""
     needed = {
         "attention": ("query", "exact"), "scope": ("branch",), "exact_downsampling": (True,), "per_sample": (True,),

@@ -309,7 +309,7 @@ def compiled_pass(graphs, monkeypatch):
 
     monkeypatch.setattr(torch._inductor, "compile", compile_pass)
     monkeypatch.setattr(operators, "surroundings", lambda device: (device, 0))
-    monkeypatch.setitem(operators._PASSES, "mine", operators.Called(lambda static, given: (given, None), None, True))
+    monkeypatch.setitem(operators._PASSES, "mine", operators.NamedPass(lambda static, given: (given, None), None, True))
     monkeypatch.setitem(operators._OUTCOMES, "mine", operators.Outcome(1, [0], [(0,)], {}, None))
     return operators.compiled_pass.__wrapped__("mine"), made
 

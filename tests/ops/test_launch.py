@@ -70,12 +70,12 @@ def test_a_second_launch_of_the_same_kind_is_direct(kernel):
 
 def test_a_second_launch_of_an_operator_is_direct(kernel, monkeypatch):
     """Its tensors are told apart by whether they are written to; it has them, numbers and constants in order."""
-    monkeypatch.setattr(module, "_LATER", {})
+    monkeypatch.setattr(module, "_LAUNCHES", {})
     monkeypatch.setattr(module, "_BOUND", {})
     monkeypatch.setitem(WRITTEN, "take", {"x"})
     x, y, scale, hooks = torch.zeros(16), torch.ones(32), torch.zeros(8), (None, None, None)
     launch_later("take", (4,), {"x": x, "count": 32, "eps": 1e-6, "scale": scale, "C": 8, "num_warps": 2})
-    ((name, later),) = module._LATER.items()
+    ((name, later),) = module._LAUNCHES.items()
     assert (later.read, later.written, later.sizes) == (["scale"], ["x"], [])
     assert len(kernel.bound) == 1
     torch.ops.torchsbp.launch(name, [scale], [y], [])

@@ -28,9 +28,10 @@ CHOOSING = [
     "torchvision swin, padded", "transformers swin, padded", "video swin", "video swin, padded", "hieradet", "edgenext",
 ]  # fmt: skip
 RUN_AGAIN = [
-    "differential attention", "parallel", "one piece", *(["dinov3 split qkv"] if GROUPED else []), "vit, own norm", "mixer", "resmlp",
-    "coatnet", "convnext v2", "convnext simple norm", "swin, own norm", "video swin, own norm", "sam", "cait",
-    "hiera", "gcvit", "volo", "mvit", "caformer", "focalnet", "mambaout",
+    *(["dinov3 split qkv"] if GROUPED else []),
+    "differential attention", "parallel", "one piece", "vit, own norm", "mixer", "resmlp", "coatnet", "convnext v2",
+    "convnext simple norm", "swin, own norm", "video swin, own norm", "sam", "cait", "hiera", "gcvit", "volo", "mvit",
+    "caformer", "focalnet", "mambaout",
 ]  # fmt: skip
 
 

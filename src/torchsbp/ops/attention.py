@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import rows as R
+from .attention_output import OutputProducts, attention_output, output_backward
 from .captured import captured_backward, captured_forward
 from .compiling import op
 from .device import device_of, weight_gradient
@@ -50,7 +51,6 @@ from .layers import (
 )
 from .named import Needs, split
 from .once import once
-from .output import OutputProducts, attention_output, output_backward
 from .steps import Affine, Steps
 from .window_attention import NO_WINDOWS, Cut, Padding, all_slots
 

@@ -21,6 +21,7 @@ from .attention import (
     attention_kept,
     attention_saved,
 )
+from .attention_output import attention_last, attention_output, output_backward
 from .captured import captured_backward, captured_forward
 from .compiling import op
 from .device import device_of
@@ -39,7 +40,6 @@ from .mlp import (
 )
 from .named import split
 from .once import once
-from .output import attention_last, attention_output, output_backward
 from .steps import Affine, Steps
 from .window_attention import NO_WINDOWS, Cut, all_slots
 

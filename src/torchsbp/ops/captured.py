@@ -30,8 +30,8 @@ def named_as(run: Callable[..., Any], method: Callable[..., Any]) -> None:
     run.__module__, run.__qualname__ = method.__module__, method.__qualname__
 
 
-def captured_forward(forward: Method, part: float = 1.0, compiled: bool = False) -> Method:
-    """A forward that is captured if its first argument is within ``part`` of the size that ``graphs.small`` allows.
+def captured_forward(forward: Method, share: float = 1.0, compiled: bool = False) -> Method:
+    """A forward that is captured if its first argument is within ``share`` of the size that ``graphs.small`` allows.
 
     It takes tensors and hashable values, one of them ``BackwardOptions``, and returns one tensor. It saves tensors in
     its ctx, and in ``ctx.static`` what else its backward needs, hashable. In compiled steps it is captured only if
@@ -49,7 +49,7 @@ def captured_forward(forward: Method, part: float = 1.0, compiled: bool = False)
     def wrapper(ctx: Any, *flat: Any) -> Tensor:
         options = next(value for value in flat if isinstance(value, BackwardOptions))
         ctx.capture = options.capture and (compiled or not compiling())
-        if not ctx.capture or not small(flat[0], part):
+        if not ctx.capture or not small(flat[0], share):
             return forward(ctx, *flat)
         tensors = [value if isinstance(value, Tensor) else None for value in flat]
         others = tuple(None if isinstance(value, Tensor) else value for value in flat)
@@ -68,8 +68,8 @@ class Context(NamedTuple):
     static: Any
 
 
-def captured_backward(backward: Method, part: float = 1.0) -> Method:
-    """The backward of such a function, captured if its cotangent is within ``part`` of that size."""
+def captured_backward(backward: Method, share: float = 1.0) -> Method:
+    """The backward of such a function, captured if its cotangent is within ``share`` of that size."""
 
     def run(others: Any, tensors: Tensors) -> tuple[Tensors, Any]:
         return backward(Context(tensors[1:], *others), tensors[0]), None
@@ -78,7 +78,7 @@ def captured_backward(backward: Method, part: float = 1.0) -> Method:
 
     @wraps(backward)
     def wrapper(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        if not ctx.capture or not small(dy, part):  # checkpointing unpacks a saved tensor only once
+        if not ctx.capture or not small(dy, share):  # checkpointing unpacks a saved tensor only once
             return backward(Context(ctx.saved_tensors, ctx.needs_input_grad, ctx.static), dy)
         others = ctx.needs_input_grad, ctx.static
         found, _ = device_of(dy).run_pass(run, others, (dy, *ctx.saved_tensors))

@@ -81,14 +81,14 @@ class ConvSaved(NamedTuple):
     weight: Tensor
 
 
-PART = 0.6
+CAPTURED_SHARE = 0.6
 """A pass is captured only up to this share of ``graphs.LARGEST`` elements: the memory that the graphs of a large one
 hold would serve only the few blocks of a stage."""
 
 
 class _ConvBlock(torch.autograd.Function):
     @staticmethod
-    @partial(captured_forward, part=PART)
+    @partial(captured_forward, share=CAPTURED_SHARE)
     def forward(ctx: Any, *flat: Any) -> Tensor:
         inputs, conv, mlp = split(flat, ConvInputs, ConvParams, MLPParams)
         x, rows, inverse, marks, factor, conv_spec, spec, options = inputs
@@ -103,7 +103,7 @@ class _ConvBlock(torch.autograd.Function):
 
     @staticmethod
     @once
-    @partial(captured_backward, part=PART)
+    @partial(captured_backward, share=CAPTURED_SHARE)
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         (x, weight), saved = first(ctx.saved_tensors, ConvSaved)
         needs, needs_conv, needs_mlp = split(ctx.needs_input_grad, ConvInputs, ConvParams, MLPParams)

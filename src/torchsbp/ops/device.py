@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import rows as R
 from .chosen import Chosen, choose, prefix_of
 from .compiling import compiling, read_to_be_captured
-from .graphs import LARGEST, Pass, Tensors, run_pass, seen
+from .graphs import LARGEST, Pass, Tensors, measuring, run_pass
 from .kernel_steps import CHOSEN_AMONG, KernelSteps, choose_rows, keep_rows, rotated, scaled_last_layer, take_rows
 from .launch import launch
 from .layers import BackwardOptions, Grad, LastLayer, cast, last_layer_gradients, stacked
@@ -253,7 +253,7 @@ class CUDA(Device):
     def capturing(self) -> bool:
         if compiling():
             return read_to_be_captured()
-        return torch.cuda.is_current_stream_capturing() or seen()
+        return torch.cuda.is_current_stream_capturing() or measuring()
 
     def inverse(self, rows: Tensor, size: int) -> Grad:
         return R.inverse(rows, size)

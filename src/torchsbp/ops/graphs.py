@@ -64,7 +64,7 @@ class Graph:
         self.passed = passed(results, places)
         made = [None if number in self.passed else t for number, t in enumerate(results)]
         self.given, self.made = Groups(places), Groups(made)
-        self.places, self.results = [place_of(t) for t in places], [place_of(t) for t in made]
+        self.places, self.results = [unowned(t) for t in places], [unowned(t) for t in made]
 
     def run(self, given: Tensors) -> tuple[list[Any], Any]:
         self.given.copy(self.places, given)
@@ -148,7 +148,7 @@ def run_pass(run: Pass, static: Any, given: Tensors, device: torch.device) -> tu
     return run(static, given)
 
 
-def seen() -> bool:
+def measuring() -> bool:
     """Whether the memory that a pass needs is being measured now."""
     return isinstance(_get_current_dispatch_mode(), Alive)
 
@@ -160,11 +160,11 @@ def suits(given: Tensors) -> bool:
     return all(t is None or type(t) in PLAIN for t in given)
 
 
-def small(x: Tensor, part: float) -> bool:
-    """Whether to capture a pass over x: x is within ``part`` of the limits, and Inductor captures no whole steps."""
-    if x.numel() > part * LARGEST:
+def small(x: Tensor, share: float) -> bool:
+    """Whether to capture a pass over x: x is within ``share`` of the limits, and Inductor captures no whole steps."""
+    if x.numel() > share * LARGEST:
         return False
-    return not compiling() or (not captured_whole() and x.numel() * x.shape[-1] <= part * MOST_COMPILED)
+    return not compiling() or (not captured_whole() and x.numel() * x.shape[-1] <= share * MOST_COMPILED)
 
 
 def surroundings(device: torch.device) -> tuple[Hashable, ...]:
@@ -249,7 +249,7 @@ class Bytes:
         self.__cuda_array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
 
 
-def place_of(tensor: Grad) -> Grad:
+def unowned(tensor: Grad) -> Grad:
     """A tensor in the same memory that does not own it: the allocator may use it for something else."""
     if tensor is None or not tensor.is_cuda or not tensor.numel():
         return tensor

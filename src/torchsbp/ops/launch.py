@@ -125,7 +125,7 @@ def kernel_named(name: str, arguments: Mapping[str, Any]) -> Kernel:
     tensors = [each for each in names if each not in numbers]
     assert [*tensors, *numbers, *constants] == [*function.arg_names], f"{name}: tensors, numbers, constants"
     options = [each for each in arguments if each not in function.arg_names]
-    return Kernel(function, taker(tensors), taker(numbers), taker(constants + options), len(constants))
+    return Kernel(function, getter(tensors), getter(numbers), getter(constants + options), len(constants))
 
 
 def function_named(kernel: str) -> Any:
@@ -134,7 +134,7 @@ def function_named(kernel: str) -> Any:
     return next(getattr(file, kernel) for file in (kernels, row_kernels, window_kernels) if hasattr(file, kernel))
 
 
-def taker(names: Sequence[str]) -> Taken:
+def getter(names: Sequence[str]) -> Taken:
     """A function that takes the values of these names, a tuple also for one or none."""
     return itemgetter(*names) if len(names) > 1 else lambda arguments: tuple(arguments[name] for name in names)
 
@@ -155,7 +155,7 @@ def stream(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)
 
 
-class Later(NamedTuple):
+class OperatorLaunch(NamedTuple):
     """A launch in a compiled step: its kernel; the names of tensors that it reads, of those that it writes to, and of
     numbers known only when it runs (dynamic sizes); and all other arguments. The grid's sides are in the last two."""
 
@@ -176,7 +176,7 @@ class Bound(NamedTuple):
 
 
 SIDES = "grid_x", "grid_y", "grid_z"
-_LATER: dict[str, Later] = {}
+_LAUNCHES: dict[str, OperatorLaunch] = {}
 _BOUND: dict[tuple[Any, ...], Bound] = {}
 torch.library.define("torchsbp::launch", "(str name, Tensor[] read, Tensor(a!)[] written, SymInt[] sizes) -> ()")
 
@@ -189,9 +189,12 @@ def launch_later(kernel: str, grid: tuple[int, ...], arguments: Mapping[str, Any
     sizes = {name: value for name, value in arguments.items() if isinstance(value, torch.SymInt)}
     read, written = ([name for name in tensors if (name in WRITTEN[kernel]) == writes] for writes in (False, True))
     fixed = {name: value for name, value in arguments.items() if name not in {*tensors, *sizes}}
-    later, dtypes = Later(kernel, read, written, [*sizes], fixed), [tensor.dtype for tensor in tensors.values()]
+    later, dtypes = (
+        OperatorLaunch(kernel, read, written, [*sizes], fixed),
+        [tensor.dtype for tensor in tensors.values()],
+    )
     name = call_named(kernel, later, dtypes)
-    _LATER[name] = later
+    _LAUNCHES[name] = later
     torch.ops.torchsbp.launch(name, [tensors[it] for it in read], [tensors[it] for it in written], [*sizes.values()])
 
 
@@ -208,7 +211,7 @@ def launch_named(name: str, read: Sequence[Tensor], written: Sequence[Tensor], s
         (run, handle, metadata), (x, y, z), ordered, numbers = bound
         run(x, y, z, stream(device), handle, metadata, None, None, None, *ordered(addresses + numbers))
         return None
-    later = _LATER[name]
+    later = _LAUNCHES[name]
     arguments = dict(zip([*later.read, *later.written], tensors, strict=True))
     others = later.fixed | dict(zip(later.sizes, sizes, strict=True))
     sides = tuple(others.pop(side) for side in SIDES)

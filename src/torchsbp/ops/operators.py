@@ -18,7 +18,7 @@ from .compiling import call_named, captured_later, read_by_inductor, shapes_alon
 from .graphs import Pass, Tensors, passed, run_pass, surroundings, with_passed
 
 
-class Called(NamedTuple):
+class NamedPass(NamedTuple):
     """A pass, its static arguments, and whether Inductor compiles it: not in steps of another backend, which was chosen
     instead, nor for dynamic sizes, as it would be compiled for each of them."""
 
@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
         return found
 
 
-_PASSES: dict[str, Called] = {}
+_PASSES: dict[str, NamedPass] = {}
 _OUTCOMES: dict[str, Outcome] = {}
 torch.library.define("torchsbp::run_pass", "(str name, Tensor?[] given) -> Tensor[]")
 
@@ -57,7 +57,7 @@ def named_pass(run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
     kinds = [None if t is None else (t.dtype, *how(t)) for t in given]
     compiles = constant and read_by_inductor()
     name = call_named(run.__module__, run.__qualname__, static, kinds, compiles)
-    _PASSES[name] = Called(run, static, compiles)
+    _PASSES[name] = NamedPass(run, static, compiles)
     made = torch.ops.torchsbp.run_pass(name, list(given))
     outcome = _OUTCOMES[name]
     return with_passed(outcome.placed(made), outcome.passed, given), outcome.extra

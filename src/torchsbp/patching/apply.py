@@ -228,14 +228,14 @@ def strategies_for(
         sampling = Sampling(masks, site, its_rule, *how)
         its_own = [(m, strategy_for(part, its.module, sampling)) for m, part in its.description.bindings(its.module)]
         if site is not None and config.sampler in samplers.IN_BACKWARD and least[site] < 1:
-            refuse_drawn_rows(its, its_own[0][1], config)
+            check_can_choose(its, its_own[0][1], config)
         bound += its_own
     convolutions = stem(model, layout.stages_of(model))
     bound += [(conv, PatchEmbedding(entry)) for conv in convolutions if conv is not entry_module]
     return entry_module, entry, bound
 
 
-def refuse_drawn_rows(its: Found, strategy: Strategy, config: SBPConfig) -> None:
+def check_can_choose(its: Found, strategy: Strategy, config: SBPConfig) -> None:
     """Raise UsageError if a sampled module must know in forward what it keeps: this sampler chooses in backward."""
     if not getattr(strategy, "chooses", False):
         raise UsageError(

@@ -38,6 +38,7 @@ def ranged(low: float, high: float = math.inf, **bounds: bool) -> dict[str, Rang
 POSITIVE = ranged(0, open_low=True)
 NOT_NEGATIVE = ranged(0)
 COUNT = ranged(1)
+WORKERS = ranged(0, 1024)
 SHARE = ranged(0, 1)
 SHARE_BELOW_1 = ranged(0, 1, open_high=True)
 SHARE_ABOVE_0 = ranged(0, 1, open_low=True)

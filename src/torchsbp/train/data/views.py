@@ -10,11 +10,9 @@ from timm.data import create_transform
 from torchvision.transforms import RandomCrop
 
 from ...errors import UsageError
-from ..ranges import COUNT, NOT_NEGATIVE, SHARE, SHARE_ABOVE_0, SHARE_BELOW_1, ranged, refuse
+from ..ranges import COUNT, NOT_NEGATIVE, SHARE, SHARE_ABOVE_0, SHARE_BELOW_1, WORKERS, refuse
 from .images import Images, open_images
 from .split import split
-
-WORKERS = ranged(0, 1024)
 
 
 @dataclass

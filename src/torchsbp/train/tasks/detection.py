@@ -36,7 +36,7 @@ from ..detection.heads import CASCADE, GROUPS, MASK_RCNN, Heads, HeadSpec
 from ..detection.model import Detector, compile_backbone, parameter_groups
 from ..detection.predict import DetectionPredictor
 from ..detection.rpn import RPN
-from ..ranges import COUNT, NOT_NEGATIVE, SHARE, SHARE_ABOVE_0, SHARE_BELOW_1, ranged, refuse
+from ..ranges import COUNT, NOT_NEGATIVE, SHARE, SHARE_ABOVE_0, SHARE_BELOW_1, WORKERS, refuse
 from ..task import Task, TaskOptions
 from . import register
 
@@ -115,7 +115,7 @@ class Data:
     buckets: list[tuple[int, int]] = field(default_factory=list)
     """pad batches to the smallest of these sizes instead, [height, width] or turned; needed to compile, which makes a
     graph for each"""
-    workers: int = field(default=4, metadata=ranged(0, 1024))
+    workers: int = field(default=4, metadata=WORKERS)
     """processes that read images, for each process that trains"""
     broken: int = field(default=0, metadata=NOT_NEGATIVE)
     """how many images may be unreadable: training takes others in their place, evaluation leaves them and their objects

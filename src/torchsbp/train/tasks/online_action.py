@@ -31,12 +31,10 @@ from ..online.lstr import LSTR, Temporal
 from ..online.segments import OVERLAPS
 from ..online.stream import Stream
 from ..optimizer import WARMUP
-from ..ranges import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, SHARE_ABOVE_0, ranged, refuse
+from ..ranges import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, SHARE_ABOVE_0, WORKERS, refuse
 from ..record import Metric
 from ..task import Task, TaskOptions
 from . import register
-
-WORKERS = ranged(0, 1024)
 
 DECODED = 64
 """frames of a video file that are read together"""

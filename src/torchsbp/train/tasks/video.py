@@ -21,7 +21,7 @@ from ..data.moving import Moving
 from ..data.samples import Samples
 from ..distributed import gather
 from ..frames import check_some_dropped
-from ..ranges import COUNT, SHARE, SHARE_ABOVE_0, ranged, refuse
+from ..ranges import COUNT, SHARE, SHARE_ABOVE_0, WORKERS, refuse
 from ..task import Task, TaskOptions
 from ..video.evaluation import Batch, Views, metrics
 from ..video.kept import kept_cells
@@ -67,7 +67,7 @@ class Data:
     """mean of the channels of pixels in [0, 1]"""
     std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225], metadata=SHARE_ABOVE_0)
     """their standard deviation"""
-    workers: int = field(default=8, metadata=ranged(0, 1024))
+    workers: int = field(default=8, metadata=WORKERS)
     """processes that read videos, for each process that trains"""
 
     def __post_init__(self) -> None:
