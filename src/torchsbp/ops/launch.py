@@ -189,11 +189,8 @@ def launch_later(kernel: str, grid: tuple[int, ...], arguments: Mapping[str, Any
     sizes = {name: value for name, value in arguments.items() if isinstance(value, torch.SymInt)}
     read, written = ([name for name in tensors if (name in WRITTEN[kernel]) == writes] for writes in (False, True))
     fixed = {name: value for name, value in arguments.items() if name not in {*tensors, *sizes}}
-    later, dtypes = (
-        OperatorLaunch(kernel, read, written, [*sizes], fixed),
-        [tensor.dtype for tensor in tensors.values()],
-    )
-    name = call_named(kernel, later, dtypes)
+    later = OperatorLaunch(kernel, read, written, [*sizes], fixed)
+    name = call_named(kernel, later, [tensor.dtype for tensor in tensors.values()])
     _LAUNCHES[name] = later
     torch.ops.torchsbp.launch(name, [tensors[it] for it in read], [tensors[it] for it in written], [*sizes.values()])
 
