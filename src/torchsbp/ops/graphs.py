@@ -126,7 +126,7 @@ def run_pass(run: Pass, static: Any, given: Tensors, device: torch.device) -> tu
     step = _steps[0] = max(torch._C._current_graph_task_id(), _steps[0])
     found = _GRAPHS.get(key)
     if isinstance(found, Graph):
-        _GRAPHS.move_to_end(key)
+        _GRAPHS[key] = _GRAPHS.pop(key, found)  # used last; another device's thread may have cleared them
         return found.run(given)
     if found is None:
         _GRAPHS[key] = step

@@ -16,7 +16,9 @@ _KNOWN: WeakKeyDictionary[Function, set[torch.Size]] = WeakKeyDictionary()
 
 
 def sbp(fn: Function, x: Tensor, keep: Tensor, dim: int = 1, *, recompute: bool = False, check: bool = False) -> Tensor:
-    """``gate(fn(x))`` for a function that treats the positions along ``dim`` independently.
+    """Apply a function that treats positions along ``dim`` independently, with gradients at kept positions only.
+
+    The result is ``gate(fn(x))``, Algorithm 1 of the image paper.
 
     ``keep`` holds the kept positions, ``[k]``, each once. Every position runs once, in one of two calls of fn, as in
     the paper: the kept ones with gradients, the rest without. ``recompute=True`` saves only the kept part of x.
