@@ -427,7 +427,7 @@ def test_which_passes_are_small(shape, eager, compiled, monkeypatch):
 
 
 def test_a_first_pass_that_fails_is_captured_later(graphs, monkeypatch):
-    """Its memory has not been measured."""
+    """When its memory has been measured."""
     errors = [RuntimeError("out of memory")]
 
     def run(static, given):
@@ -438,9 +438,11 @@ def test_a_first_pass_that_fails_is_captured_later(graphs, monkeypatch):
     x = torch.ones(2, device=DEVICE)
     with pytest.raises(RuntimeError, match="out of memory"):
         graphs.run_pass(run, None, [x], x.device)
-    monkeypatch.setattr(graphs, "_steps", [graphs._steps[0] + 1])
-    (found,), _ = graphs.run_pass(run, None, [x], x.device)
-    assert torch.equal(found, x + 1)
+    assert not graphs._GRAPHS
+    for _ in range(2):
+        monkeypatch.setattr(graphs, "_steps", [graphs._steps[0] + 1])
+        (found,), _ = graphs.run_pass(run, None, [x], x.device)
+        assert torch.equal(found, x + 1)
     assert isinstance(next(iter(graphs._GRAPHS.values())), graphs.Graph)
 
 

@@ -3,6 +3,7 @@ a launch is an operator."""
 
 import inspect
 import re
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -83,6 +84,31 @@ def test_a_second_launch_of_an_operator_is_direct(kernel, monkeypatch):
     expected = 4, 1, 1, "stream", "handle", "metadata", *hooks, y.data_ptr(), scale.data_ptr(), 32, 1e-6, 8
     assert kernel.direct == [expected]
     assert len(kernel.bound) == 2
+
+
+def test_launches_go_to_the_gpu_of_their_tensors(kernel, monkeypatch):
+    """Also while another one is the current GPU."""
+    monkeypatch.setattr(module, "_LAUNCHES", {})
+    monkeypatch.setattr(module, "_BOUND", {})
+    current, visited = [1], []
+
+    @contextmanager
+    def visiting(device):
+        visited.append(device)
+        before, current[0] = current[0], device
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(module, "elsewhere", lambda device: device != current[0])
+    monkeypatch.setattr(module.torch.cuda, "device", visiting)
+    x = torch.zeros(16)  # of device -1
+    given = {"x": x, "count": 32, "eps": 1e-6, "scale": None, "C": 8, "num_warps": 2}
+    for _ in range(2):
+        launch("take", (4,), **given)
+    launch_later("take", (4,), given)
+    assert visited == [-1] * 3
+    assert len(kernel.bound) == 1
+    assert len(kernel.direct) == 2
 
 
 @pytest.mark.parametrize("device", ["cuda:1", "cpu"])

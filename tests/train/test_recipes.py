@@ -159,9 +159,10 @@ def test_a_recipe_of_detectors_trains(name, tmp_path):
 
 @pytest.mark.slow
 def test_digits_learns_with_sbp(tmp_path):
-    options = ["--epochs=2", "--optimizer.lr=3e-3", "--log.progress=false", "--sbp.preset=fast"]
+    """Full backpropagation reaches 89.9 %."""
+    options = ["--epochs=4", "--log.progress=false", "--sbp.preset=fast"]
     assert train(["digits", *options, f"--out={tmp_path / 'run'}"]) == 0
-    assert lines(tmp_path / "run")[-2]["top1"] > 60
+    assert lines(tmp_path / "run")[-2]["top1"] > 85
 
 
 SEEDS = ([], ["--sbp.seed=5"])  # the run's, and one of its own

@@ -16,29 +16,27 @@ class Running:
     """Follows which modules of a model are running, by global hooks, so that the model itself is not touched.
 
     ``where`` is the name of the innermost one; after an error, of the one that raised it. Forwards that are repeated in
-    backward are followed apart: checkpointing stops them by an error as soon as it has what it needs.
+    backward are not followed: checkpointing stops them by an error as soon as it has what it needs.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.names = {module: name for name, module in model.named_modules()}
-        self.first: list[str] = [""]
-        self.repeated: list[str] = [""]
-
-    @property
-    def stack(self) -> list[str]:
-        return self.repeated if recomputing() else self.first
+        self.stack: list[str] = [""]
 
     @property
     def where(self) -> str:
         return self.stack[-1]
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        if module in self.names:
+        if self.follows(module):
             self.stack.append(self.names[module])
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if module in self.names:
+        if self.follows(module):
             self.stack.pop()
+
+    def follows(self, module: nn.Module) -> bool:
+        return module in self.names and not recomputing()
 
     def __enter__(self) -> "Running":
         self.handles = [
@@ -95,7 +93,7 @@ class Saved:
         if not recomputing():
             storage = tensor.untyped_storage()
             self.count(storage, storage.nbytes())
-        return tensor, self.running.where
+        return tensor, self.where
 
     def unpack(self, packed: tuple[Tensor, str]) -> Tensor:
         tensor, self.backward = packed

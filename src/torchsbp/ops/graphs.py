@@ -129,11 +129,11 @@ def run_pass(run: Pass, static: Any, given: Tensors, device: torch.device) -> tu
         _GRAPHS[key] = _GRAPHS.pop(key, found)  # used last; another device's thread may have cleared them
         return found.run(given)
     if found is None:
+        with Alive(*given) as alive:
+            result = run(static, given)
         _GRAPHS[key] = step
         if len(_GRAPHS) > HELD:
             _GRAPHS.popitem(last=False)
-        with Alive(*given) as alive:
-            result = run(static, given)
         needed = alive.peak + sum(t.nbytes for t in given if t is not None)
         _NEEDED[where[:2]] = max(needed, _NEEDED.get(where[:2], 0))
         return result

@@ -296,10 +296,11 @@ class Mixer(Inside):
         everything = x if mixer.whole else mixer.input_of(self.block, R.new_value(replay.x))
         others = [everything if arg is x else arg for arg in args]  # keys and values, if they are x as queries are
         named = {name: everything if arg is x else arg for name, arg in kwargs.items()}
-        attention = kept_query_attention_of(module, dict(zip(self.arguments[1:], others, strict=False)) | named)
+        arguments = dict(zip(self.arguments[1:], others, strict=False)) | named
+        attention = kept_query_attention_of(module, arguments)
         if attention is not None:
             kept = R.take_map(x, replay.rows, mixer.dim) if mixer.whole else x
-            return attention(module, kept, everything, replay.positions, *others, **named)
+            return attention(module, kept, everything, replay.positions, **arguments)
         y = forward(everything, *others, **named)
         if isinstance(y, tuple):
             return R.take_map(y[0], replay.rows, mixer.dim), *y[1:]

@@ -47,13 +47,15 @@ def test_frames_are_upright(tmp_path, turned):
     assert np.abs(frame.astype(int) - expected).mean() < 2
 
 
-def test_of_frames_at_one_time_one_is_read(tmp_path, monkeypatch):
+@pytest.mark.parametrize("key_first", [False, True])
+def test_of_frames_at_one_time_one_is_read(tmp_path, monkeypatch, key_first):
     """A key frame and another one: their places to seek to, a number and None, are not compared."""
     before = videos.WithPyAV.scan
 
     def twice(video):
         first, *others = before(video)
-        return [(first[0], None), first, *others]
+        other = first[0], None
+        return [*((first, other) if key_first else (other, first)), *others]
 
     monkeypatch.setattr(videos.WithPyAV, "scan", twice)
     with open_video(write_video(tmp_path / "a.mp4", frames=3), "pyav") as video:

@@ -167,7 +167,8 @@ class WithPyAV(Video):
         self.stream = self.container.streams.video[0]
         self.stream.codec_context.thread_count = 1
         self.fps = float(self.stream.average_rate) if self.stream.average_rate else None
-        shown = sorted(dict(self.scan()).items())  # of two frames at one time the later one is shown
+        keys_last = sorted(self.scan(), key=lambda its: its[1] is not None)
+        shown = sorted(dict(keys_last).items())  # one frame at a time: if there are two, the key frame's place counts
         self.numbers = {shown_at: number for number, (shown_at, _) in enumerate(shown)}
         self.times = [float((shown_at - shown[0][0]) * (self.stream.time_base or 1)) for shown_at, _ in shown]
         self.keys = [(number, seek_to) for number, (_, seek_to) in enumerate(shown) if seek_to is not None]
