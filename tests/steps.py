@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from torchsbp.sampling.recommended import Recommended
 Gradients = dict[str, Tensor]
 GRID = SBPConfig.preset("paper", attention="query")
 """One mask for the batch, all blocks and the layers between stages, nothing weighted: what needs that to be tested."""
+FAULTS_OF_TORCH_2_11 = pytest.mark.xfail(
+    torch.__version__.startswith("2.11."), reason="its compiler for CPUs (docs/method.md, section 9)", strict=True
+)
 
 
 def step(model: nn.Module, x: Tensor, run: Any = None) -> tuple[Tensor, Gradients]:
