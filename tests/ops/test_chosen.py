@@ -5,6 +5,7 @@ import torch
 
 from torchsbp.ops import reference
 from torchsbp.ops.block import transformer_block
+from torchsbp.ops.chosen import choose as definition
 from torchsbp.ops.chosen import marks, probabilities
 from torchsbp.ops.conv_block import ConvParams, ConvSpec, conv_block
 from torchsbp.ops.device import device_of
@@ -212,3 +213,16 @@ def test_kernels_choose_the_rows_of_the_definition(n, k, prefix, dtype):
     torch.testing.assert_close(found_counts[same], counts[same], rtol=1e-5, atol=0)
     assert torch.equal(place, inverse(found, samples * n))
     assert bool((found.diff() > 0).all())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_definition_compiled_for_a_gpu_chooses_the_same_rows():
+    """It runs where a sample has more rows than a program of a kernel can hold."""
+    dy, at = uneven(2 * 5000, C).float(), marks(starts(2), 1250)
+    rows, _, counts = definition(dy, at, 1)
+    torch._dynamo.reset()
+    found, _, found_counts = torch.compile(definition, fullgraph=True)(dy.cuda(), at.cuda(), 1)
+    same = found.cpu() == rows
+    assert float(same.float().mean()) > 0.998
+    torch.testing.assert_close(found_counts.cpu()[same], counts[same], rtol=1e-5, atol=0)
