@@ -5,13 +5,14 @@ import torch
 
 from torchsbp.ops import reference
 from torchsbp.ops.block import transformer_block
+from torchsbp.ops.chosen import choose as definition
 from torchsbp.ops.chosen import marks, probabilities
 from torchsbp.ops.conv_block import ConvParams, ConvSpec, conv_block
 from torchsbp.ops.device import device_of
 from torchsbp.ops.heads import AttentionSpec
 from torchsbp.ops.layers import NO_NORM, BackwardOptions, Norm
 from torchsbp.ops.mlp import MLPSpec, mlp_branch
-from torchsbp.ops.rows import RowWeight
+from torchsbp.ops.rows import RowWeight, inverse
 from torchsbp.ops.rules import RULES
 
 from .helpers import assert_same_gradients, attention_params, gradients, mlp_params, param, post_norm
@@ -70,8 +71,8 @@ def test_rows_are_kept_as_often_as_their_probability_says(prefix):
     widths, middles = cells(p)
     often = torch.zeros(N, dtype=torch.float64)
     for width, start in zip(widths, middles, strict=True):
-        rows, inverse, counts = choose(dy[0], marks(start.view(1), K), options_of(prefix))
-        assert inverse is None
+        rows, place, counts = choose(dy[0], marks(start.view(1), K), options_of(prefix))
+        assert place is None
         assert rows.tolist() == sorted(set(rows.tolist()))
         assert rows[:prefix].tolist() == list(range(prefix))
         assert torch.allclose(counts, torch.cat([torch.ones(prefix), 1 / p[0, rows[prefix:] - prefix]]), rtol=1e-12)
@@ -189,7 +190,39 @@ def test_saved_bytes_are_those_of_exact_gradients_and_the_marks(recompute):
 def test_a_gpu_chooses_the_same_rows(prefix):
     dy, at = uneven(B * N, C), marks(starts(), K)
     rows, _, counts = choose(dy, at, options_of(prefix))
-    found, inverse, found_counts = choose(dy.cuda(), at.cuda(), options_of(prefix))
+    found, place, found_counts = choose(dy.cuda(), at.cuda(), options_of(prefix))
     assert torch.equal(found.cpu(), rows)
     assert torch.allclose(found_counts.cpu(), counts, rtol=1e-9)
-    assert torch.equal(inverse[found].cpu(), torch.arange(len(rows), dtype=torch.int32))
+    assert torch.equal(place[found].cpu(), torch.arange(len(rows), dtype=torch.int32))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "n, k, prefix", [(1, 1, 0), (3, 1, 2), (197, 98, 1), (197, 196, 1), (3136, 784, 0), (4096, 4096, 0)]
+)
+def test_kernels_choose_the_rows_of_the_definition(n, k, prefix, dtype):
+    """Lengths are summed in another order: where a mark lies on the edge of two rows, it may be the other one."""
+    samples, options = 32, BackwardOptions(row_weight=RowWeight(1.0, prefix))
+    dy, at = uneven(samples * n, C).to(dtype), marks(starts(samples), k)
+    rows, _, counts = choose(dy, at, options)
+    found, place, found_counts = (its.cpu() for its in choose(dy.cuda(), at.cuda(), options))
+    same = found == rows
+    assert float(same.float().mean()) > 0.998
+    torch.testing.assert_close(found_counts[same], counts[same], rtol=1e-5, atol=0)
+    assert torch.equal(place, inverse(found, samples * n))
+    assert bool((found.diff() > 0).all())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_definition_compiled_for_a_gpu_chooses_the_same_rows():
+    """It runs where a sample has more rows than a program of a kernel can hold."""
+    dy, at = uneven(2 * 5000, C).float(), marks(starts(2), 1250)
+    rows, _, counts = definition(dy, at, 1)
+    torch._dynamo.reset()
+    found, _, found_counts = torch.compile(definition, fullgraph=True)(dy.cuda(), at.cuda(), 1)
+    same = found.cpu() == rows
+    assert float(same.float().mean()) > 0.998
+    torch.testing.assert_close(found_counts.cpu()[same], counts[same], rtol=1e-5, atol=0)

@@ -442,6 +442,7 @@ def test_ops_take_the_same_gradients_from_the_kernels(op, ratio, rule, scope, re
     compare(run, leaves)
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("op, rule", [("block", "query"), ("block", "exact"), ("mlp", "query")])
 @pytest.mark.parametrize("recompute", [True, False])
 def test_rows_that_are_chosen_in_backward_take_the_same_gradients_from_the_kernels(recompute, op, rule):

@@ -14,6 +14,8 @@ pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available()
 ARMS = [
     ("vit", "full"), ("vit", "exact"), ("vit", "own rows 0.5"), ("vit", "patches ½"), ("convnext", "full"),
     ("convnext", "down exact, own rows 0.5"), ("swin", "full"), ("swin", "own rows 0.5"), ("hybrid", "own rows 0.5"),
+    ("hybrid", "own norm rows 0.5"), ("convnext", "own norm rows 0.5"), ("hybrid", "own stratified rows 0.5"),
+    ("convnext", "down exact, own stratified rows 0.5"), ("pooled", "own rows 0.5, then exact"),
 ]  # fmt: skip
 
 
