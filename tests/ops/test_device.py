@@ -17,7 +17,8 @@ from torchsbp.ops.heads import AttentionSpec
 from torchsbp.ops.kernel_steps import KernelSteps
 from torchsbp.ops.layers import BackwardOptions
 from torchsbp.ops.mlp import MLPSpec, mlp_branch
-from torchsbp.ops.sdpa import KERNELS, laid_out_as
+from torchsbp.ops.operators import laid_out, order_of
+from torchsbp.ops.sdpa import KERNELS
 from torchsbp.ops.steps import Steps
 
 from .helpers import attention_params, downsample_params, gradients, kept_rows, mlp_params
@@ -136,9 +137,9 @@ def test_gradients_of_convolutions(groups, at_once, parts, kernel, padding, dila
 def test_tensors_are_laid_out_as_others():
     x = torch.randn(2, 5, 3, 4).transpose(1, 2)  # in rows, heads side by side
     in_rows, by_head = torch.empty(2, 5, 9, 4)[:, :, 3:6].transpose(1, 2), torch.empty(2, 3, 5, 4)
-    assert laid_out_as(x, in_rows).data_ptr() == x.data_ptr()
-    assert laid_out_as(x, in_rows).stride() == x.stride()
-    found = laid_out_as(x, by_head)
+    assert laid_out(x, order_of(in_rows)).data_ptr() == x.data_ptr()
+    assert laid_out(x, order_of(in_rows)).stride() == x.stride()
+    found = laid_out(x, order_of(by_head))
     assert torch.equal(found, x)
     assert found.stride() == by_head.stride()
 

@@ -20,14 +20,13 @@ from .compiling import compiling, constant_for_dynamo, read_to_be_captured
 from .graphs import LARGEST, Pass, Tensors, measuring, run_pass
 from .kernel_steps import CHOSEN_AMONG, KernelSteps, choose_rows, keep_rows, rotated, scaled_last_layer, take_rows
 from .launch import launch
-from .layers import BackwardOptions, Grad, LastLayer, cast, last_layer_gradients, stacked
+from .layers import HALF, BackwardOptions, Grad, LastLayer, cast, last_layer_gradients, stacked
 from .operators import named_pass
 from .rotary import rotate, rotate_backward
 from .steps import Steps
 from .window_attention import WindowAttention
 from .window_launches import KernelWindowAttention
 
-HALF = (torch.float16, torch.bfloat16)
 Size = tuple[int, int]
 WIDEST = 8192  # channels: a program of a kernel holds whole rows
 
