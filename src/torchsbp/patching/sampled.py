@@ -53,11 +53,11 @@ STRATEGIES: dict[type, type[Any]] = {}
 Runs = TypeVar("Runs", bound=type[Any])
 
 
-def runs(*kinds: type) -> Callable[[Runs], Runs]:
-    """Register a strategy for these kinds of descriptions. It is made by its ``of(part, block, sampling)``."""
+def runs(kind: type) -> Callable[[Runs], Runs]:
+    """Register a strategy for a kind of descriptions. It is made by its ``of(part, block, sampling)``."""
 
     def register(strategy: Runs) -> Runs:
-        STRATEGIES.update(dict.fromkeys(kinds, strategy))
+        STRATEGIES[kind] = strategy
         return strategy
 
     return register
