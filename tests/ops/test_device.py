@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchsbp.ops import device as D
 from torchsbp.ops import rows as R
@@ -21,6 +20,7 @@ from torchsbp.ops.operators import laid_out, order_of
 from torchsbp.ops.sdpa import KERNELS
 from torchsbp.ops.steps import Steps
 
+from ..counting import Operators
 from .helpers import attention_params, downsample_params, gradients, kept_rows, mlp_params
 
 
@@ -30,18 +30,6 @@ class Hopper(CUDA):
 
     def capturing(self):
         return False
-
-
-class Operators(TorchDispatchMode):
-    """Notes what runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 class Ampere(CUDA):
