@@ -88,12 +88,8 @@ def make_encoder(config: Encoder, size: int, mean: Sequence[float], std: Sequenc
     if config.weights is not None and start:
         found = {name.removeprefix(OURS): value for name, value in read_weights(config.weights).items()}
         others = tuple(f"{name}." for name in (*head, "temporal"))
-        check_fit(
-            body.state_dict(),
-            fitting := {name: value for name, value in found.items() if not name.startswith(others)},
-            set(),
-            str(config.weights),
-        )
+        fitting = {name: value for name, value in found.items() if not name.startswith(others)}
+        check_fit(body.state_dict(), fitting, set(), str(config.weights))
         body.load_state_dict(fitting)
     encoder = FrameEncoder(body, mean, std, config.frozen)
     width(encoder, size, config.name)  # raises if frames of this size don't fit
