@@ -204,5 +204,5 @@ def fitting(descriptions: Descriptions, module: nn.Module) -> Description | None
     counts = [len(list(its.problems(module))) for its in choices]
     if 0 in counts:
         return choices[counts.index(0)]
-    told = [(count, -i) for i, count in enumerate(counts) if not isinstance(choices[i], Plain)]
-    return choices[-min(told)[1]] if told else None
+    told = [(count, its) for count, its in zip(counts, choices, strict=True) if not isinstance(its, Plain)]
+    return min(reversed(told), key=lambda pair: pair[0])[1] if told else None
