@@ -231,8 +231,7 @@ def trace(
     parameters = sum(t.nbytes for t in static[:-1])
     graphs = simulated.held(live.pool)
     libraries = simulated.CUBLAS if device == "cuda" else 0
-    parts = by_block(saved.by_module, blocks)
-    elsewhere = sum(parts.pop("").values())
+    parts, elsewhere = by_block(saved.by_module, blocks)
     return Estimate(
         config=title,
         input_shape=shape,
