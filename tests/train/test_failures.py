@@ -19,7 +19,7 @@ from torchsbp.train.loop import Trainer
 from torchsbp.train.runs import checkpoint
 from torchsbp.train.runs.metrics import Metrics, identity
 from torchsbp.train.runs.state import Progress
-from torchsbp.train.runs.weights import read_weights
+from torchsbp.train.runs.weights import head_names, read_weights
 
 from .runs import evaluate, final, lines, recipe, run, same, spawn
 from .test_recipes import picture_folder
@@ -312,6 +312,16 @@ def test_fine_tuning_with_other_classes(half, tmp_path, capsys):
     assert found["head.weight"].shape == (3, 16)
     weights.unlink()
     assert evaluate([str(out)]) == 0  # what training began from is not needed any more
+
+
+@pytest.mark.parametrize(
+    "classifier, names", [("head", {"head.weight"}), (("a", "head"), {"head.weight"}), (None, set())]
+)
+def test_the_classifier_is_what_the_library_calls_so_if_anything(classifier, names):
+    """timm's vision encoders of language models have None."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 3, bias=False) for name in ("body", "head")})
+    model.default_cfg = {"classifier": classifier}
+    assert head_names(model) == names
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -13,7 +13,7 @@ from torchvision.models import get_model
 from ...errors import UsageError
 from ..data.seeds import generators_kept
 from ..ranges import COUNT, NOT_NEGATIVE, SHARE_ABOVE_0
-from ..runs.weights import check_fit, read_weights
+from ..runs.weights import check_fit, classifiers, read_weights
 
 TORCHVISION = "torchvision/"
 OURS = "encoder.body."
@@ -103,8 +103,7 @@ def of_timm(config: Encoder, start: bool) -> tuple[nn.Module, Sequence[str]]:
         body = timm.create_model(config.name, pretrained=pretrained, num_classes=0, **config.options)
     except Exception as error:  # an unknown name, an option it does not have, a value it can't use
         raise UsageError(f"task.encoder.name {config.name} with {config.options}: {error}") from error
-    heads = getattr(body, "default_cfg", {}).get("classifier") or ()
-    return body, [heads] if isinstance(heads, str) else heads
+    return body, classifiers(body)
 
 
 def of_torchvision(config: Encoder) -> tuple[nn.Module, Sequence[str]]:
