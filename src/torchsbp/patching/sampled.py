@@ -37,6 +37,11 @@ class Sampling:
     def kept(self, batch: int, positions: int) -> Kept:
         return Kept() if self.site is None else self.masks.kept(self.site, batch, positions)
 
+    def kept_and_options(self, batch: int, positions: int) -> tuple[Kept, BackwardOptions]:
+        """What the block keeps of so many samples and positions, and how its backward pass is run."""
+        kept = self.kept(batch, positions)
+        return kept, self.options(kept, batch, positions)
+
     def options(self, kept: Kept, batch: int, positions: int) -> BackwardOptions:
         weight_scale, row_weight, prefix = 1.0, None, self.masks.prefix
         patches = None if kept.marks is None else kept.marks.shape[1]
