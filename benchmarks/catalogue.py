@@ -108,13 +108,13 @@ def reason(about: dict[str, Any], message: str) -> str:
 
 def small(library: str, name: str, model: nn.Module) -> tuple[dict[str, Any], tuple[int, ...]]:
     """Options that make a model small, and the shape of its images: the first that work on meta, else {} and ()."""
-    named = find_model(f"{library}/{name}")
+    channels, *_, side = find_model(f"{library}/{name}").shape
     stride = max((info["reduction"] for info in getattr(model, "feature_info", ())), default=32)
-    sizes = [(4 * stride, 6 * stride), (4 * stride, 4 * stride), (7 * stride, 7 * stride), (named.size, named.size)]
+    sizes = [(4 * stride, 6 * stride), (4 * stride, 4 * stride), (7 * stride, 7 * stride), (side, side)]
     frames = (8,) if name in VIDEO else ()
     for size, smaller, told in product(sizes, SMALLER, (True, False)):
         options = smaller | ({SIZE_OPTIONS[library]: size if library == "timm" else size[0]} if told else {})
-        shape = (2, named.channels, *frames, *size)
+        shape = (2, channels, *frames, *size)
         try:
             with torch.device("meta"), torch.no_grad():
                 maker(library)(name, **options).double().train()(torch.empty(shape, dtype=torch.float64))

@@ -6,6 +6,7 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.convolution.default)
@@ -37,6 +38,25 @@ class SavedBytes:
 
     def __exit__(self, *exc: object) -> None:
         self.hooks.__exit__(*exc)
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that run inside the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    @property
+    def names(self) -> list[str]:
+        return [str(func) for func in self.seen]
+
+    def count(self, operators: tuple[Any, ...]) -> int:
+        return sum(func in operators for func in self.seen)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
 
 
 def counting_backend(operators: tuple[Any, ...]) -> tuple[Any, list[int]]:

@@ -101,8 +101,8 @@ class SBPConfig:
                 'or scale="none"'
             )
         one_of("per_sample", self.per_sample, ("auto", False, True, "balanced"))
-        if self.per_sample == "balanced" and not cyclic(self.sampler):
-            allowed = [name for name in samplers.SAMPLERS if cyclic(name)]
+        if self.per_sample == "balanced" and not samplers.cyclic(self.sampler):
+            allowed = [name for name in samplers.SAMPLERS if samplers.cyclic(name)]
             raise UsageError(
                 f'per_sample="balanced" turns one order for every sample, which sampler={shown(self.sampler)} does not '
                 f"allow; use per_sample=True, or one of the samplers {allowed}"
@@ -137,11 +137,6 @@ class SBPConfig:
         return configured(None, None, PRESETS[name] | changes)
 
 
-def cyclic(sampler: str | samplers.Sampler) -> bool:
-    """Whether the sampler's orders may be read cyclically from any start, as balanced masks are."""
-    return sampler not in samplers.IN_BACKWARD and bool(getattr(samplers.resolve(sampler), "cyclic", False))
-
-
 def check_chosen_in_backward(config: SBPConfig) -> None:
     """Raise UsageError for options that positions chosen in backward do not have."""
     needed = {
@@ -162,7 +157,7 @@ def suiting(config: SBPConfig) -> dict[str, Any]:
     """What "auto" means: the value that suits the other fields, for every field that may be "auto"."""
     branches = config.scope == "branch" and config.exact_downsampling
     return {
-        "per_sample": "balanced" if cyclic(config.sampler) else True,
+        "per_sample": "balanced" if samplers.cyclic(config.sampler) else True,
         "per_block": branches,
         "scale": "rows" if branches and not RULES[config.attention].heads else "none",
     }

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from torchsbp.memory.simulated import DEVICE, SimulatedSteps, gpu
@@ -17,17 +16,9 @@ from torchsbp.ops.layers import BackwardOptions
 from torchsbp.ops.rerun import rerun
 from torchsbp.ops.steps import Steps
 
+from ..counting import Operators
+
 EFFICIENT = "aten._scaled_dot_product_efficient_attention.default"
-
-
-class Operators(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchsbp.ops import device as D
 from torchsbp.ops import rows as R
@@ -17,9 +16,11 @@ from torchsbp.ops.heads import AttentionSpec
 from torchsbp.ops.kernel_steps import KernelSteps
 from torchsbp.ops.layers import BackwardOptions
 from torchsbp.ops.mlp import MLPSpec, mlp_branch
-from torchsbp.ops.sdpa import KERNELS, laid_out_as
+from torchsbp.ops.operators import laid_out, order_of
+from torchsbp.ops.sdpa import KERNELS
 from torchsbp.ops.steps import Steps
 
+from ..counting import Operators
 from .helpers import attention_params, downsample_params, gradients, kept_rows, mlp_params
 
 
@@ -29,18 +30,6 @@ class Hopper(CUDA):
 
     def capturing(self):
         return False
-
-
-class Operators(TorchDispatchMode):
-    """Notes what runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 class Ampere(CUDA):
@@ -136,9 +125,9 @@ def test_gradients_of_convolutions(groups, at_once, parts, kernel, padding, dila
 def test_tensors_are_laid_out_as_others():
     x = torch.randn(2, 5, 3, 4).transpose(1, 2)  # in rows, heads side by side
     in_rows, by_head = torch.empty(2, 5, 9, 4)[:, :, 3:6].transpose(1, 2), torch.empty(2, 3, 5, 4)
-    assert laid_out_as(x, in_rows).data_ptr() == x.data_ptr()
-    assert laid_out_as(x, in_rows).stride() == x.stride()
-    found = laid_out_as(x, by_head)
+    assert laid_out(x, order_of(in_rows)).data_ptr() == x.data_ptr()
+    assert laid_out(x, order_of(in_rows)).stride() == x.stride()
+    found = laid_out(x, order_of(by_head))
     assert torch.equal(found, x)
     assert found.stride() == by_head.stride()
 

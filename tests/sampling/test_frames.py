@@ -53,7 +53,8 @@ def test_balanced_over_the_batch():
     touched = video.grad.flatten(2).abs().sum(-1) > 0
     assert touched.sum(1).tolist() == [2] * 8
     assert touched.sum(0).tolist() == [2] * 8
-    with pytest.raises(ValueError, match=r'per_sample="balanced" needs sampler="frames", found \'frames_jitter\''):
+    message = r"which sampler='frames_jitter' does not allow; .* \['random', 'stratified', 'frames', 'checkerboard'\]"
+    with pytest.raises(ValueError, match=message):
         torchsbp.sbp_frames(encoder(), VIDEO, 0.25, step=0, per_sample="balanced", sampler="frames_jitter")
     with pytest.raises(ValueError, match=r"per_sample='some' is not allowed; allowed: False, True, \"balanced\""):
         torchsbp.sbp_frames(encoder(), VIDEO, 0.25, step=0, per_sample="some")

@@ -82,7 +82,9 @@ def test_arms_begin_from_the_best_rate_so_far(data, tmp_path):
     assert {lr for arm, lr in accuracy if arm == "grid 0.5"} == {best, 2 * best}
 
 
-def test_speed_is_measured_alone_with_all_arms(data, tmp_path):
+def test_speed_is_measured_alone_with_all_arms(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(speed, "ROUNDS", 2)
+    monkeypatch.setattr(speed, "STEPS", 2)
     arms = "full;exact;checkpoint;batch ½;patches ½"
     assert study("speed", data, tmp_path, "--models", "vit", "--arms", arms) == 0
     found = {row["arm"]: row for row in rows_of("speed", tmp_path) if "ms" in row}

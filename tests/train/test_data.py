@@ -16,8 +16,8 @@ from torchsbp.errors import DataError
 from torchsbp.train import tasks
 from torchsbp.train.data.images import Shards, digits, open_images
 from torchsbp.train.data.order import TrainOrder
-from torchsbp.train.data.samples import Samples
-from torchsbp.train.tasks.classification import Augment, ClassificationOptions, Data, OfImage, train_transform
+from torchsbp.train.data.samples import OfInput, Samples
+from torchsbp.train.tasks.classification import Augment, ClassificationOptions, Data, train_transform
 
 from .test_recipes import picture_folder
 
@@ -50,7 +50,7 @@ def test_an_update_sees_the_same_samples_with_any_number_of_processes():
 
 def test_a_sample_depends_on_seed_epoch_and_index_only():
     data = Data(source="digits", size=32, channels=1, mean=[0.3], std=[0.3])
-    transform = OfImage(train_transform(data, Augment(auto_augment="rand-m9-mstd0.5-inc1")))
+    transform = OfInput(train_transform(data, Augment(auto_augment="rand-m9-mstd0.5-inc1")))
     samples = Samples(digits(True, "L"), transform, seed=0)
     first = samples[0, 5][0]
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()

@@ -19,9 +19,9 @@ from torchsbp.train.loop import Trainer
 from torchsbp.train.runs import checkpoint
 from torchsbp.train.runs.metrics import Metrics, identity
 from torchsbp.train.runs.state import Progress
-from torchsbp.train.runs.weights import read_weights
+from torchsbp.train.runs.weights import head_names, read_weights
 
-from .runs import evaluate, final, lines, recipe, run, same, spawn
+from .runs import evaluate, final, fork, lines, recipe, run, same
 from .test_recipes import picture_folder
 
 FOLDER = {
@@ -314,6 +314,16 @@ def test_fine_tuning_with_other_classes(half, tmp_path, capsys):
     assert evaluate([str(out)]) == 0  # what training began from is not needed any more
 
 
+@pytest.mark.parametrize(
+    "classifier, names", [("head", {"head.weight"}), (("a", "head"), {"head.weight"}), (None, set())]
+)
+def test_the_classifier_is_what_the_library_calls_so_if_anything(classifier, names):
+    """timm's vision encoders of language models have None."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 3, bias=False) for name in ("body", "head")})
+    model.default_cfg = {"classifier": classifier}
+    assert head_names(model) == names
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_unreadable_image_is_named(tmp_path, capfd, workers):
     root = picture_folder(tmp_path / "data")
@@ -327,13 +337,17 @@ def test_an_unreadable_image_is_named(tmp_path, capfd, workers):
 
 
 def test_workers_do_not_keep_a_failed_run_alive(tmp_path):
+    """Workers of a forked run are begun by a server, so that the run is not their parent."""
     root = picture_folder(tmp_path / "data")
     (root / "train" / "class0" / "0.jpg").write_text("no picture")
     data = {"source": "folder", "root": str(root), "size": 16, "workers": 2, "channels": 3}
     data |= {"mean": [0.5] * 3, "std": [0.5] * 3}
-    result = spawn(recipe(tmp_path, task={**FOLDER, "data": data}, batch=12, micro_batch=12))
-    assert result.returncode == 1
-    assert "0.jpg can't be read" in result.stderr
+    told = tmp_path / "told"
+    process = fork(recipe(tmp_path, task={**FOLDER, "data": data}, batch=12, micro_batch=12), told=told)
+    process.join(120)
+    process.kill()
+    assert process.exitcode == 1
+    assert "0.jpg can't be read" in told.read_text()
 
 
 def test_class_counts_must_agree(tmp_path, capsys):

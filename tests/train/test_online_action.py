@@ -13,12 +13,12 @@ from torchsbp.cli.recipe import parse, recipes
 from torchsbp.errors import UsageError
 from torchsbp.report import html, read
 from torchsbp.train.data.generated import Generated
+from torchsbp.train.data.samples import OfInput
 from torchsbp.train.distributed import Processes
 from torchsbp.train.loop import Trainer
 from torchsbp.train.tasks.online_action import (
     Augment,
     Data,
-    OfClip,
     OnlineActionOptions,
     eval_transform,
     multi_label_loss,
@@ -190,12 +190,12 @@ def test_the_loss_is_cross_entropy_of_clear_frames():
 def test_a_clip_is_augmented_as_one():
     options = OnlineActionOptions(data=Data(size=24), augment=Augment(color_jitter=0.3))
     frame = torch.randint(0, 256, (3, 30, 40), dtype=torch.uint8)
-    transform = OfClip(train_transform(options))
+    transform = OfInput(train_transform(options))
     found = [transform(frame.expand(5, -1, -1, -1), None)[0] for _ in range(8)]
     assert all(clip.shape == (5, 3, 24, 24) and clip.dtype == torch.uint8 for clip in found)
     assert all(torch.equal(clip[0], other) for clip in found for other in clip[1:])
     assert len({clip.float().mean().item() for clip in found}) == 8  # of each its own
-    straight = OfClip(eval_transform(Data(size=24, crop_pct=0.8)))(frame.expand(2, -1, -1, -1), None)[0]
+    straight = OfInput(eval_transform(Data(size=24, crop_pct=0.8)))(frame.expand(2, -1, -1, -1), None)[0]
     assert straight.shape == (2, 3, 24, 24)
 
 

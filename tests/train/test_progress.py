@@ -7,15 +7,17 @@ from tqdm import tqdm
 
 from torchsbp.train.progress import Lines, progress
 
-from .runs import recipe, run, spawn
+from .runs import fork, recipe, run
 
 
 def test_in_a_log_there_are_lines_and_no_carriage_returns(tmp_path):
     path = recipe(tmp_path, log={"progress": True})
-    result = spawn(path, "--log.every_seconds", "0")
-    assert result.returncode == 0, result.stderr
-    assert "\r" not in result.stderr
-    told = [line for line in result.stderr.splitlines() if line.startswith("step ")]
+    process = fork(path, "--log.every_seconds", "0", told=tmp_path / "told")
+    process.join(120)
+    log = (tmp_path / "told").read_bytes().decode()
+    assert process.exitcode == 0, log
+    assert "\r" not in log
+    told = [line for line in log.splitlines() if line.startswith("step ")]
     assert len(told) == 17  # of 20 steps: since the first line of metrics, at the fourth
     form = r"step 20 of 20, epoch 2\.00, loss \d\.\d+, \d+ images/s, \d+ MiB, 00:00 left"
     assert re.fullmatch(form, told[-1])

@@ -62,7 +62,7 @@ class Description:
     def _altered(self, name: str, module: nn.Module) -> Iterator[str]:
         if "forward" in vars(module):
             yield f"{name} has a forward that is not its class's, which {self.hooks}"
-        if any(_acts(hook) for kind in HOOKS for hook in (getattr(module, kind) or {}).values()):
+        if _has_hooks(module):
             yield f"{name} has hooks, which {self.hooks}; remove them first"
 
     def bindings(self, block: nn.Module) -> Iterator[Bound]:
@@ -102,12 +102,12 @@ class Plain(Description):
 
 def untouched(module: nn.Module) -> bool:
     """Return whether calling a module runs its class's forward and nothing else."""
-    hooks = [hook for kind in HOOKS for hook in (getattr(module, kind) or {}).values()]
-    return "forward" not in vars(module) and not any(map(_acts, hooks))
+    return "forward" not in vars(module) and not _has_hooks(module)
 
 
-def _acts(hook: Any) -> bool:
-    return getattr(hook, "__module__", "") not in RECORDERS
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = (hook for kind in HOOKS for hook in (getattr(module, kind) or {}).values())
+    return any(getattr(hook, "__module__", "") not in RECORDERS for hook in hooks)
 
 
 def _is_idle(part: Any) -> bool:
@@ -204,5 +204,5 @@ def fitting(descriptions: Descriptions, module: nn.Module) -> Description | None
     counts = [len(list(its.problems(module))) for its in choices]
     if 0 in counts:
         return choices[counts.index(0)]
-    told = [(count, -i) for i, count in enumerate(counts) if not isinstance(choices[i], Plain)]
-    return choices[-min(told)[1]] if told else None
+    told = [(count, its) for count, its in zip(counts, choices, strict=True) if not isinstance(its, Plain)]
+    return min(reversed(told), key=lambda pair: pair[0])[1] if told else None

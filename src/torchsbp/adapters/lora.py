@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ops.layers import HALF
+
 LAYERS = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.layer.Conv2d")
 
 
@@ -27,7 +29,7 @@ def problems(name: str, layer: Any) -> Iterator[str]:
     """Yield why a LoRA layer differs from a linear layer with ``weight``, one sentence each."""
     if type(layer.base_layer) not in (nn.Linear, nn.Conv2d):
         yield f"{name} adapts a {type(layer.base_layer).__name__}; supported under LoRA: Linear, Conv2d"
-    elif layer.base_layer.weight.dtype in (torch.float16, torch.bfloat16):
+    elif layer.base_layer.weight.dtype in HALF:
         yield (
             f"{name} has a {layer.base_layer.weight.dtype} weight, in whose rounding small adapters vanish; keep the "
             "model in float32 and train under autocast"

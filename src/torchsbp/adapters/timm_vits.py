@@ -11,10 +11,7 @@ from .base import Adapter, Plain
 from .layouts import Grid, Layout, Stage, early_stages, member_names
 from .lean import TransformerBlock
 from .names import find
-from .rerun import Mixer, Residual
-from .timm import EVA, MLP, VIT, like_vit
-
-PRE_NORM = Residual()
+from .timm import EVA, MLP, PRE_NORM, VIT, like_vit
 
 
 def naflex_grid(embeds: nn.Module, x: Tensor, y: Any) -> Grid:
@@ -135,7 +132,7 @@ HIERA = Adapter(
         "timm.models.hiera.HieraBlock": (
             Plain(where="do_expand"),  # pools its queries and its residual path
             TransformerBlock(heads="attn.heads", idle=("attn.use_mask_unit_attn", "mlp.norm"), classes={"mlp": MLP}),
-            Residual(mixers=(Mixer(),)),
+            PRE_NORM,
         )
     },
     default_blocks=early_stages,

@@ -36,9 +36,8 @@ def sam_attention(m: Any, x: Tensor, everything: Tensor, added: ScoreBias, windo
 def distances(m: Any, q: Tensor, added: ScoreBias, window: Grid) -> Tensor:
     """Return ``q · (h + w)`` for kept queries ``q [windows, heads, k, D]`` and all keys of their windows."""
     height, width = window
-    to_rows = m.get_rel_pos(height, height, m.rel_pos_h).repeat_interleave(
-        width, 0
-    )  # of all queries: [area, height, D]
+    # Of all queries, [area, height, D] and [area, width, D].
+    to_rows = m.get_rel_pos(height, height, m.rel_pos_h).repeat_interleave(width, 0)
     to_columns = m.get_rel_pos(width, width, m.rel_pos_w).repeat(height, 1, 1)
     return distance_bias(q, *(added(table.movedim(1, 0)).transpose(1, 2) for table in (to_rows, to_columns)))
 

@@ -126,7 +126,3 @@ def answered(name: str, *rest: str) -> int:
 def told(message: str, code: int) -> int:
     print(message, file=sys.stderr)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -29,14 +29,6 @@ class Named(NamedTuple):
     build: Callable[[], nn.Module]
     shape: Shape
 
-    @property
-    def channels(self) -> int:
-        return self.shape[0]
-
-    @property
-    def size(self) -> int:
-        return self.shape[-1]
-
 
 def find_model(name: str, size: int | None = None, channels_last: bool = False, shape: Shape | None = None) -> Named:
     """The model of that name, for images of that size, or samples of that shape."""

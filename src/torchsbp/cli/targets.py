@@ -4,6 +4,8 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
+from ..errors import UsageError
+
 PURPOSE = "make per-frame targets from annotations of actions"
 
 
@@ -28,7 +30,6 @@ def arguments() -> argparse.ArgumentParser:
 
 def run(argv: list[str]) -> None:
     own = arguments().parse_args(argv)
-    from ..errors import UsageError
     from ..train.data.thumos import prepare
 
     if own.fps is not None and not 0 < own.fps < 1000:

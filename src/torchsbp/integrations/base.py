@@ -9,6 +9,7 @@ from ..adapters import find_backbones
 from ..config import KeepRatio, SBPConfig, configured, resolved
 from ..errors import UsageError
 from ..memory.peak import peak_bytes
+from ..memory.sizes import MIB
 from ..patching.apply import apply, set_step
 from ..patching.entry import entries
 from ..patching.survey import nothing_found
@@ -71,7 +72,7 @@ class Patcher:
         values = {"sbp/keep_ratio": sum(ratios) / len(ratios)}
         device = device_of(model)
         if device.type == "cuda":
-            values["sbp/peak_memory_mib"] = peak_bytes(device) / 2**20
+            values["sbp/peak_memory_mib"] = peak_bytes(device) / MIB
         return values
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ..adapters.blocks import blocks_of
 from ..config import SBPConfig, differing, one_of
 from ..errors import UsageError, UsageTypeError, expect, shown
-from ..ops.device import HALF
+from ..ops.layers import wide
 from ..patching.apply import apply, remove
 from ..patching.site import patched_modules
 from ..patching.survey import resolved_for
@@ -231,8 +231,7 @@ def trace(
     parameters = sum(t.nbytes for t in static[:-1])
     graphs = simulated.held(live.pool)
     libraries = simulated.CUBLAS if device == "cuda" else 0
-    parts = by_block(saved.by_module, blocks)
-    elsewhere = sum(parts.pop("").values())
+    parts, elsewhere = by_block(saved.by_module, blocks)
     return Estimate(
         config=title,
         input_shape=shape,
@@ -307,8 +306,7 @@ def input_for(model: nn.Module, shape: Sequence[int]) -> Tensor:
 
 def default_loss(output: Any) -> Tensor:
     if isinstance(output, Tensor) and output.dim() == 2 and output.is_floating_point():
-        scores = output.float() if output.dtype in HALF else output
-        return F.cross_entropy(scores, torch.zeros(len(output), dtype=torch.long, device=output.device))
+        return F.cross_entropy(wide(output), torch.zeros(len(output), dtype=torch.long, device=output.device))
     leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     if not leaves:
         raise UsageError("the model's output has no gradient: nothing would be trained")

@@ -81,8 +81,7 @@ def measure(model: nn.Module, step: Callable[[], object]) -> Measurement:
             "step() saved nothing for backward: it must run a forward pass of the model with gradients enabled, and "
             "loss.backward()"
         )
-    parts = by_block(saved.by_module, blocks_of(model))
-    elsewhere = sum(parts.pop("").values())
+    parts, elsewhere = by_block(saved.by_module, blocks_of(model))
     counted = {name: sum(part.values()) for name, part in parts.items()}
     if device is None:
         return Measurement("cpu", counted, parts, elsewhere)

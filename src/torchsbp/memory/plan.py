@@ -200,24 +200,21 @@ def plan(
     room = f"{usable}B"
     check_configs(configs)
     order = levels(model) if configs is None else [[resolved_for(model, config)] for config in configs]
-    found: dict[int, Estimate] = {}
-    numbers = [(level, i) for level, configs_ in enumerate(order) for i in range(len(configs_))]
+    found: dict[tuple[int, int], Estimate] = {}
 
     def fits(level: int, i: int) -> bool:
-        number = numbers.index((level, i))
-        if number not in found:
-            found[number] = estimate(model, input_shape, order[level][i], precision, optimizer, loss=loss)
-        return found[number].peak <= usable
+        if (level, i) not in found:
+            found[level, i] = estimate(model, input_shape, order[level][i], precision, optimizer, loss=loss)
+        return found[level, i].peak <= usable
 
     def tried() -> list[Candidate]:
-        flat = [config for level in order for config in level]
-        return [Candidate.of(flat[i], found[i], usable) for i in sorted(found)]
+        return [Candidate.of(order[level][i], found[level, i], usable) for level, i in sorted(found)]
 
     for level, configs_ in enumerate(order):
         if not fits(level, len(configs_) - 1):  # the leanest of its level: if that is too much, so are the others
             continue
         chosen = next(i for i in range(len(configs_)) if fits(level, i))
-        config, its = configs_[chosen], found[numbers.index((level, chosen))]
+        config, its = configs_[chosen], found[level, chosen]
         batch = None if its.covers else largest_batch(model, input_shape, room, config, precision, optimizer, loss=loss)
         return Plan(config, its, tried(), batch, total, usable)
 

@@ -113,14 +113,17 @@ class Saved:
 SavedByPart = dict[str, dict[str, int]]
 
 
-def by_block(by_module: Mapping[str, int], blocks: list[str]) -> SavedByPart:
-    """Return block -> part (the child that saves; "" is the block itself) -> bytes. What no block saves is under ""."""
-    result: SavedByPart = {name: {} for name in (*blocks, "")}
-    owners = set(blocks)
+def by_block(by_module: Mapping[str, int], blocks: list[str]) -> tuple[SavedByPart, int]:
+    """Return block -> part (the child that saves; "" is the block itself) -> bytes, and what no block saves."""
+    result: SavedByPart = {name: {} for name in blocks}
+    elsewhere = 0
     for name, size in by_module.items():
         steps = name.split(".")
         prefixes = (".".join(steps[:i]) for i in range(1, len(steps) + 1))
-        block = next((prefix for prefix in prefixes if prefix in owners), "")
+        block = next((prefix for prefix in prefixes if prefix in result), None)
+        if block is None:
+            elsewhere += size
+            continue
         part = name.removeprefix(block).lstrip(".").partition(".")[0]
         result[block][part] = result[block].get(part, 0) + size
-    return result
+    return result, elsewhere

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from ..ops.device import CUDA, HALF, substituted
+from ..ops.device import CUDA, substituted
 from ..ops.graphs import Pass, Tensors, empty, passed, room_for, with_passed
 from ..ops.kernel_steps import KernelSteps
+from ..ops.layers import HALF
 from ..ops.window_launches import KernelWindowAttention
 from .live import capturing, in_graph
 

@@ -101,7 +101,7 @@ def attention_branch(
 
 
 def attention_forward(
-    x: Tensor, p: AttentionParams, weights: AttentionWeights, spec: AttentionSpec, cut: Cut = NO_WINDOWS
+    x: Tensor, p: AttentionParams, weights: AttentionWeights, spec: AttentionSpec, cut: Cut
 ) -> tuple[Tensor, Tensor, QKV]:
     """Attention output ``[B, N, H * D]`` before its projection, log-sum-exp ``[B, H, N]``, and Q, K, V."""
     n = norm(x, p.norm_weight, p.norm_bias, spec.norm, spec.dtype)
@@ -218,7 +218,7 @@ def attention_input_backward(
     base: Tensor,
     scope: str,
     dtype: torch.dtype,
-    cut: Cut = NO_WINDOWS,
+    cut: Cut,
 ) -> tuple[Tensor, AttentionProducts]:
     """Backpropagate ``do`` to x on all rows, ``[B * N, C]``: ``attention_backward``, then the norm before it. The
     residual path's cotangent is added: ``kept`` at kept rows (None: ``base`` there too), and at the others ``base``,

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from hashlib import sha256
 from threading import local
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 Call = Callable[..., Any]
+Function = TypeVar("Function", bound=Call)
 _CALLS: list[Call] = []
 _KINDS: dict[str, type[Any]] = {}
 
@@ -82,6 +83,13 @@ def call_named(what: str, *depends: Any) -> str:
     return f"{what} {sha256(repr(depends).encode()).hexdigest()}"
 
 
+def constant_for_dynamo(function: Function) -> Function:
+    """Let Dynamo run the function when it reads a call of it, and take the result for a constant of its graph. That is
+    ``torch.compiler.assume_constant_result``, which would import the compiler, and Triton with it."""
+    setattr(function, "_dynamo_marked_constant", True)  # noqa: B010
+    return function
+
+
 def op(function: type[torch.autograd.Function]) -> Call:
     """The function's ``apply``, on tensors, constants and tuples of these; for Dynamo it is one call."""
 
@@ -109,6 +117,7 @@ def one_call(function: Call) -> Call:
     return run
 
 
+@constant_for_dynamo
 def _are_calls() -> bool:
     """Tell Dynamo of all calls, and return True. Not done at import, as that would import the compiler."""
     for call in _CALLS:
@@ -128,12 +137,8 @@ def _unpacked(value: Any) -> Any:
     return getattr(kind, "_make", kind)([_unpacked(each) for each in value[1:]])
 
 
+@constant_for_dynamo
 def _name(kind: type[Any]) -> str:
     """The name of a class, by which ``_unpacked`` finds it again."""
     _KINDS[kind.__qualname__] = kind
     return kind.__qualname__
-
-
-# What torch.compiler.assume_constant_result does: Dynamo runs them, and takes what they return for constants.
-setattr(_are_calls, "_dynamo_marked_constant", True)  # noqa: B010
-setattr(_name, "_dynamo_marked_constant", True)  # noqa: B010

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from .compiling import compiling
+from .compiling import compiling, constant_for_dynamo
 
 Made = TypeVar("Made")
 KEPT = 128
@@ -47,11 +47,8 @@ def constant(make: Callable[..., Made]) -> Callable[..., Made]:
 
 
 def known(make: Callable[..., Made]) -> Callable[..., Made]:
-    """``constant`` for arguments that are plain numbers in compiled code too: the compiler runs the function when it
-    reads the call, and keeps the result as a constant of its graph."""
-    made = constant(make)
-    setattr(made, "_dynamo_marked_constant", True)  # noqa: B010
-    return made
+    """``constant`` for arguments that are plain numbers in compiled code too."""
+    return constant_for_dynamo(constant(make))
 
 
 @contextmanager

@@ -16,18 +16,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import rows as R
 from .chosen import Chosen, choose, prefix_of
-from .compiling import compiling, read_to_be_captured
+from .compiling import compiling, constant_for_dynamo, read_to_be_captured
 from .graphs import LARGEST, Pass, Tensors, measuring, run_pass
 from .kernel_steps import CHOSEN_AMONG, KernelSteps, choose_rows, keep_rows, rotated, scaled_last_layer, take_rows
 from .launch import launch
-from .layers import BackwardOptions, Grad, LastLayer, cast, last_layer_gradients, stacked
+from .layers import HALF, BackwardOptions, Grad, LastLayer, cast, last_layer_gradients, stacked
 from .operators import named_pass
 from .rotary import rotate, rotate_backward
 from .steps import Steps
 from .window_attention import WindowAttention
 from .window_launches import KernelWindowAttention
 
-HALF = (torch.float16, torch.bfloat16)
 Size = tuple[int, int]
 WIDEST = 8192  # channels: a program of a kernel holds whole rows
 
@@ -274,6 +273,7 @@ def sum_of(parts: Sequence[Tensor]) -> Tensor:
 _PREFERS_CUDNN: dict[int, bool] = {}
 
 
+@constant_for_dynamo
 def _prefers_cudnn(device: int) -> bool:
     """Whether PyTorch prefers cuDNN's attention on this GPU, as on newer ones; asked once, with a small query."""
     if device not in _PREFERS_CUDNN:
@@ -283,9 +283,6 @@ def _prefers_cudnn(device: int) -> bool:
         _PREFERS_CUDNN[device] = choice == torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value
     return _PREFERS_CUDNN[device]
 
-
-# What torch.compiler.assume_constant_result does; to call that would import the compiler, and Triton with it.
-_prefers_cudnn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 CPU_DEVICE, CUDA_DEVICE, OTHER_DEVICE = CPU(), CUDA(), Device()
 _substitute: Device | None = None

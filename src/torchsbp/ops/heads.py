@@ -197,24 +197,9 @@ def in_windows_backward(
         n = k.shape[2]
         do, q, o = (put_head_rows(t, rows, n) for t in (do, q, o))
         lse = put_head_rows(lse.unsqueeze(-1), rows, n, torch.inf).squeeze(-1)  # no query there, no probabilities
-    found = (
-        device_of(do)
-        .windows(do)
-        .backward(
-            do,
-            q,
-            k,
-            v,
-            o,
-            lse,
-            p.score_bias,
-            padding_of(p, spec),
-            cut,
-            spec.softmax_scale,
-            spec.rule.key_rows,
-            needs_bias,
-        )
-    )
+    found = device_of(do).windows(do).backward(
+        do, q, k, v, o, lse, p.score_bias, padding_of(p, spec), cut, spec.softmax_scale, spec.rule.key_rows, needs_bias
+    )  # fmt: skip
     return found._replace(q=take_head_rows(found.q, rows)) if unequal else found
 
 

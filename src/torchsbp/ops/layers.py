@@ -17,6 +17,7 @@ from .rows import RowWeight
 aten = torch.ops.aten
 
 Grad = Tensor | None
+HALF = (torch.float16, torch.bfloat16)
 PART = 2**24
 """A large tensor that is taken in parts has at least so many elements in each, so that a GPU stays busy."""
 
@@ -64,6 +65,11 @@ def saved_dtype(x: Tensor, dtype: torch.dtype | None, recompute: bool) -> torch.
 
 def cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return x if dtype is None or x.dtype == dtype else x.to(dtype)  # x.to(x.dtype) takes longer than this test
+
+
+def wide(x: Tensor) -> Tensor:
+    """Half precision as float32."""
+    return x.float() if x.dtype in HALF else x
 
 
 def linear(x: Tensor, weight: Tensor, bias: Grad, dtype: torch.dtype | None) -> Tensor:
@@ -173,19 +179,19 @@ def norm_again(x: Tensor, weight: Grad, bias: Grad, static: Norm, dtype: torch.d
         return _unit(x, weight, static.eps, dtype)
     if static.kind == "rms":
         eps = torch.finfo(x.dtype).eps if static.eps is None else static.eps
-        wide = x.float() if x.dtype == torch.float16 else x  # squares overflow in half precision
-        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return Normed(norm(x, weight, bias, static, dtype), wide, None, rstd)
+        y = norm(x, weight, bias, static, dtype)
+        x = x.float() if x.dtype == torch.float16 else x  # squares overflow in half precision
+        return Normed(y, x, None, torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
     y, mean, rstd = aten.native_layer_norm(x, [x.shape[-1]], weight, bias, static.eps)
     return Normed(cast(y, dtype), x, mean, rstd)
 
 
 def _unit(x: Tensor, weight: Grad, eps: float, dtype: torch.dtype | None) -> Normed:
     """``w ∘ x / |x|``."""
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    rstd = wide.norm(dim=-1, keepdim=True).clamp_min(eps).reciprocal()
-    y = wide * rstd
-    return Normed(cast(y if weight is None else y * weight, dtype or x.dtype), wide, None, rstd)
+    dtype, x = dtype or x.dtype, wide(x)
+    rstd = x.norm(dim=-1, keepdim=True).clamp_min(eps).reciprocal()
+    y = x * rstd
+    return Normed(cast(y if weight is None else y * weight, dtype), x, None, rstd)
 
 
 class NormGradients(NamedTuple):

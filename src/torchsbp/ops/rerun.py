@@ -36,7 +36,7 @@ def rerun(
     return _Rerun.apply(*RerunInputs(again, fresh(y), rows, options, dim, residual, x), *tensors)
 
 
-def graft(y: Tensor, kept: Tensor, residual: Grad, rows: R.Rows, options: BackwardOptions, dim: int = 1) -> Tensor:
+def graft(y: Tensor, kept: Tensor, residual: Grad, rows: R.Rows, options: BackwardOptions, dim: int) -> Tensor:
     """Return y with the gradient of ``kept``, the result of a second run that has been made on ``inner(x, options)``.
 
     The value does not depend on ``kept``: if the second run is checkpointed, a compiler moves it to the backward graph.

@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .compiling import compiling
-from .device import HALF, device_of
+from .device import device_of
+from .layers import wide
+from .operators import laid_out, order_of
 
 aten = torch.ops.aten
 Forward = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -67,14 +69,6 @@ def rows_first(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def laid_out_as(x: Tensor, other: Tensor) -> Tensor:
-    """Return x without gaps in memory, its dimensions in the same memory order as those of ``other``."""
-    strides = other.stride()
-    order = sorted(range(x.dim()), key=strides.__getitem__, reverse=True)
-    back = sorted(range(x.dim()), key=order.__getitem__)
-    return x.permute(order).contiguous().permute(back)
-
-
 class Kernel(NamedTuple):
     """``forward(q, k, v, scale) -> (o, lse)`` and ``backward(do, q, k, v, o, lse, scale) -> (dq, dk, dv)``."""
 
@@ -122,7 +116,7 @@ def _cudnn_backward(
     seed = torch.empty((), dtype=torch.int64, device=q.device)
     rows, keys, lse = q.shape[-2], k.shape[-2], lse.contiguous().unsqueeze(-1)
     return aten._scaled_dot_product_cudnn_attention_backward(
-        do, q, k, v, laid_out_as(o, q), lse, seed, seed, None, None, None, rows, keys, 0.0, False, scale=scale
+        do, q, k, v, laid_out(o, order_of(q)), lse, seed, seed, None, None, None, rows, keys, 0.0, False, scale=scale
     )
 
 
@@ -145,20 +139,16 @@ def _efficient_backward(
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     scores = (q * scale) @ k.transpose(-2, -1)
-    return scores.softmax(-1) @ v, _wide(scores).logsumexp(-1)
+    return scores.softmax(-1) @ v, wide(scores).logsumexp(-1)
 
 
 def _plain_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    p = torch.exp(_wide((q * scale) @ k.transpose(-2, -1)) - lse.unsqueeze(-1)).to(q.dtype)
+    p = torch.exp(wide((q * scale) @ k.transpose(-2, -1)) - lse.unsqueeze(-1)).to(q.dtype)
     dv = p.transpose(-2, -1) @ do
     ds = p * (do @ v.transpose(-2, -1) - (do * o).sum(-1, keepdim=True)) * scale
     return ds @ k, ds.transpose(-2, -1) @ q, dv
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in HALF else x
 
 
 KERNELS = {

@@ -2,8 +2,7 @@
 
 Rows stay where they are: a ``Cut`` says which of them meet in a window, so that a shifted or padded grid is neither
 rolled nor copied. Backward recomputes ``P = exp(Q Kᵀ · scale + bias + mask − L)`` from the log-sum-exp L of the given
-queries, as in ``sdpa``. Slots outside of the grid are padding: no queries, but
-keys and values.
+queries, as in ``sdpa``. Slots outside of the grid are padding: no queries, but keys and values.
 
 ``WindowAttention`` writes this plainly: that is its definition, and what runs on CPU and in float64. On a CUDA device
 ``window_launches.KernelWindowAttention`` stands in for it. Shapes: Q ``[B, H, k, D]``, K and V ``[B, H, m, D]``, L
@@ -15,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .layers import Grad
+from .layers import Grad, wide
 
 MASKED = -100.0  # what every library adds to a score across regions
 
@@ -161,7 +160,3 @@ def bias_gradient(ds: Tensor, bias: Tensor, cut: Cut, kept_keys: bool) -> Tensor
     ds = ds.sum(0, keepdim=True) if index.shape[0] == 1 else ds
     total = ds.new_zeros(bias.shape[0], bias.shape[1] * bias.shape[2])
     return total.index_add(1, index.flatten(), ds.movedim(2, 0).flatten(1)).view(bias.shape)
-
-
-def wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

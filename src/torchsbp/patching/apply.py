@@ -223,9 +223,10 @@ def strategies_for(
     bound = []
     for i, its in enumerate(found):
         site = numbers.get(its.name)
-        its_rule = RULES["query"] if site is None else rule
-        how = config.scope, config.scale, i < recomputing, config.capture, recomputing == len(found)
-        sampling = Sampling(masks, site, its_rule, *how)
+        sampling = Sampling(
+            masks, site, RULES["query"] if site is None else rule, config.scope, config.scale,
+            recompute=i < recomputing, capture=config.capture, spare=recomputing == len(found),
+        )  # fmt: skip
         its_own = [(m, strategy_for(part, its.module, sampling)) for m, part in its.description.bindings(its.module)]
         if site is not None and config.sampler in samplers.IN_BACKWARD and least[site] < 1:
             check_can_choose(its, its_own[0][1], config)

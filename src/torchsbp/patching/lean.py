@@ -53,9 +53,7 @@ class TransformerBlock(SampledBlock):
     def block(self, x: Tensor, parts: BlockParts, cut: Cut = NO_WINDOWS) -> Tensor:
         """Run the op on ``x [B, ..., C]``; ``cut`` says how its attention is cut into windows."""
         attention, attention_spec, mlp, mlp_spec, factors = parts
-        batch, positions = x.shape[0], R.count(x)
-        kept = self.sampling.kept(batch, positions)
-        options = self.sampling.options(kept, batch, positions)
+        kept, options = self.sampling.kept_and_options(x.shape[0], R.count(x))
         if not attention_spec.rule.heads:
             return transformer_block(
                 x, kept.rows, attention, attention_spec, mlp, mlp_spec,
@@ -144,9 +142,7 @@ class ConvBlock(SampledBlock):
         if self.is_one_function(module):
             return self.block(module, x)
         u = find(module, parts.conv)(through(module, parts.pool, x))
-        batch, positions = u.shape[0], u.shape[2] * u.shape[3]
-        kept = self.sampling.kept(batch, positions)
-        options = self.sampling.options(kept, batch, positions)
+        kept, options = self.sampling.kept_and_options(u.shape[0], R.count(u, 2))
         y = self.branch(module, u, kept, options) + through(module, parts.shortcut, x)
         if options.scope == "branch":
             return y
@@ -163,13 +159,11 @@ class ConvBlock(SampledBlock):
 
     def block(self, module: nn.Module, x: Tensor) -> Tensor:
         conv = find(module, self.description.conv)
-        batch, positions = x.shape[0], x.shape[2] * x.shape[3]
-        kept = self.sampling.kept(batch, positions)
+        kept, options = self.sampling.kept_and_options(x.shape[0], R.count(x, 2))
         mlp, spec, factor = self.parts(module, x)
         return conv_block(
             x, kept.rows, ConvParams(*affine(conv)), ConvSpec(conv.padding, conv.dilation, conv.groups), mlp, spec,
-            inverse=kept.inverse, marks=kept.marks, factor=factor,
-            options=self.sampling.options(kept, batch, positions),
+            inverse=kept.inverse, marks=kept.marks, factor=factor, options=options,
         )  # fmt: skip
 
     def branch(self, module: nn.Module, u: Tensor, kept: Kept, options: BackwardOptions) -> Tensor:
@@ -195,13 +189,12 @@ class ConvBlock(SampledBlock):
 class Downsample(SampledBlock):
     def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         norm, conv = find(module, self.description.norm), find(module, self.description.down)
-        batch, positions = x.shape[0], math.prod(output_size(conv, x))
-        kept = self.sampling.kept(batch, positions)
+        kept, options = self.sampling.kept_and_options(x.shape[0], math.prod(output_size(conv, x)))
         static = L.norm_of(norm)
         assert static is not None
         params = DownsampleParams(*affine(norm), *affine(conv))
         spec = DownsampleSpec(conv.stride, static)
-        return downsample(x, kept.rows, params, spec, self.sampling.options(kept, batch, positions))
+        return downsample(x, kept.rows, params, spec, options)
 
 
 @runs(L.LastOfList)

@@ -1,5 +1,6 @@
 """Strategies of ConvNeXt blocks and down-sampling layers of any make, which are run again on kept rows."""
 
+import math
 from typing import Any
 
 import torch
@@ -73,15 +74,13 @@ class Patches(Replayed):
 
     def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         conv = find(module, self.description.down)
-        out = output_size(conv, x)
-        batch, n = x.shape[0], out[0] * out[1]
-        kept, seen = self.sampling.kept(batch, n), x
+        n, seen = math.prod(output_size(conv, x)), x
+        kept, options = self.sampling.kept_and_options(x.shape[0], n)
         rows = kept.rows
         if rows is not None:
             inputs = patch_rows(rows, (x.shape[0], *x.shape[2:]), conv.kernel_size, conv.stride)
             patches = R.take(R.channels_last(x, 2), inputs).view(-1, *conv.kernel_size, x.shape[1])
             seen = patches.permute(0, 3, 1, 2)
-        options = self.sampling.options(kept, batch, n)
         return self.execute(module, Call(Replay(x, self.positions(n, 2)), seen, None, rows, options, (), {}))
 
     def compute(self, module: nn.Module, x: Tensor, rows: R.Rows, *args: Any, **kwargs: Any) -> Tensor:

@@ -233,9 +233,9 @@ class Residual(Replayed):
         parts: A.Residual = self.description
         shortcut = None if self.sampling.site is None else parts.path(module)
         residual = x if shortcut is None else shortcut(x)
-        batch, n = x.shape[0], R.count(residual, parts.dim)
-        drawn = self.sampling.kept(batch, n)
-        rows, options = drawn.rows, self.sampling.options(drawn, batch, n)
+        n = R.count(residual, parts.dim)
+        drawn, options = self.sampling.kept_and_options(x.shape[0], n)
+        rows = drawn.rows
         first = Replay(x, self.positions(n, parts.dim))
         if shortcut is not None:
             kept = residual if rows is None else R.take_map(residual, rows, parts.dim)

@@ -37,6 +37,11 @@ class Sampling:
     def kept(self, batch: int, positions: int) -> Kept:
         return Kept() if self.site is None else self.masks.kept(self.site, batch, positions)
 
+    def kept_and_options(self, batch: int, positions: int) -> tuple[Kept, BackwardOptions]:
+        """What the block keeps of so many samples and positions, and how its backward pass is run."""
+        kept = self.kept(batch, positions)
+        return kept, self.options(kept, batch, positions)
+
     def options(self, kept: Kept, batch: int, positions: int) -> BackwardOptions:
         weight_scale, row_weight, prefix = 1.0, None, self.masks.prefix
         patches = None if kept.marks is None else kept.marks.shape[1]
@@ -53,11 +58,11 @@ STRATEGIES: dict[type, type[Any]] = {}
 Runs = TypeVar("Runs", bound=type[Any])
 
 
-def runs(*kinds: type) -> Callable[[Runs], Runs]:
-    """Register a strategy for these kinds of descriptions. It is made by its ``of(part, block, sampling)``."""
+def runs(kind: type) -> Callable[[Runs], Runs]:
+    """Register a strategy for a kind of descriptions. It is made by its ``of(part, block, sampling)``."""
 
     def register(strategy: Runs) -> Runs:
-        STRATEGIES.update(dict.fromkeys(kinds, strategy))
+        STRATEGIES[kind] = strategy
         return strategy
 
     return register

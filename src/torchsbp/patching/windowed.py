@@ -35,8 +35,7 @@ class WindowBlock(TransformerBlock):
         bias = parts.score_bias(find(module, parts.attention), partition.window).flatten(0, -3)
         block = self.parts(module, x)
         block = block._replace(attention=block.attention._replace(score_bias=bias))
-        y = through(module, parts.last, R.channels_back(self.block(x, block, cut), parts.dim, given))
-        return (y, None) if parts.pair else y
+        return self.returned(through(module, parts.last, R.channels_back(self.block(x, block, cut), parts.dim, given)))
 
 
 def grid_of(x: Tensor, *args: Any, **kwargs: Any) -> Grid:

@@ -12,6 +12,7 @@ from .runs import Point, Run, metrics_of, repetitions, units_of
 from .tables import rate_in
 
 COLOURS, DASHES = 8, 4  # how many the style sheet has for series
+MOST = 400  # points of a series
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 520, 300, 58, 40, 14, 14
 
 
@@ -105,9 +106,9 @@ def decimals_of(values: Sequence[float]) -> int:
     return max((len(f"{value:.8f}".rstrip("0").partition(".")[2]) for value in values), default=0)
 
 
-def thinned(points: list[Point], most: int = 400) -> list[Point]:
+def thinned(points: list[Point]) -> list[Point]:
     """Means of neighbours, so that a long run does not make a heavy page."""
-    size = -(-len(points) // most)
+    size = -(-len(points) // MOST)
     chunks = [points[i : i + size] for i in range(0, len(points), max(size, 1))]
     return [(mean(x for x, _ in chunk), mean(y for _, y in chunk)) for chunk in chunks]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
-from .page import STYLE
+from .page import STYLE, document
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -39,14 +39,10 @@ def small(picture: "Image") -> bytes:
 def gallery(cards: Sequence[Card], total: int, unread: Sequence[str]) -> str:
     """The page of ``cards``, the first of ``total`` files; ``unread`` says why further files could not be read."""
     shown = f"{total} files" if len(cards) == total else f"The first {len(cards)} of {total} files"
-    missing = "".join(f"<li>{escape(reason)}</li>" for reason in unread)
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Predictions</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
-        f"<style>{STYLE}{CARDS}</style></head><body><h1>Predictions</h1><p>{shown}</p>"
-        f'<div class="cards">{"".join(map(figure, cards))}</div>'
-        f"{f'<h2>Not read</h2><ul>{missing}</ul>' if unread else ''}</body></html>\n"
-    )
+    body = f'<p>{shown}</p><div class="cards">{"".join(map(figure, cards))}</div>'
+    if unread:
+        body += f"<h2>Not read</h2><ul>{''.join(f'<li>{escape(reason)}</li>' for reason in unread)}</ul>"
+    return document("Predictions", STYLE + CARDS, body)
 
 
 def figure(card: Card) -> str:

@@ -54,19 +54,23 @@ pre { overflow-x: auto; padding: 1rem; background: var(--card);
 
 
 def html(runs: Sequence[Run], title: str, studies: Sequence[Results] = ()) -> str:
-    """The page, which needs no other file."""
+    """The page of runs and studies."""
     where = sorted({about(run) for run in runs} - {""})
-    of_runs = (
-        f'<div class="scroll">{table(runs)}</div><div class="grid-of">{charts(runs)}</div>{sections(runs)}'
-        if runs
-        else ""
-    )
+    parts = [f"<p>{escape('; '.join(where))}</p>"]
+    if runs:
+        parts += [f'<div class="scroll">{table(runs)}</div><div class="grid-of">{charts(runs)}</div>', sections(runs)]
+    parts.append(study_sections(studies))
+    if runs:
+        parts += ["<h2>Settings</h2>", settings(runs)]
+    return document(title, STYLE, "".join(parts))
+
+
+def document(title: str, style: str, body: str) -> str:
+    """A page that needs no other file."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
-        f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1><p>{escape('; '.join(where))}</p>"
-        f"{of_runs}{study_sections(studies)}"
-        f"{f'<h2>Settings</h2>{settings(runs)}' if runs else ''}</body></html>\n"
+        f"<style>{style}</style></head><body><h1>{escape(title)}</h1>{body}</body></html>\n"
     )
 
 

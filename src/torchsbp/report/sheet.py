@@ -7,7 +7,7 @@ from .charts import WIDTH, Axis, Drawing, Series, curves, mark, style
 from .page import CHART_STYLE, COLOUR_STYLE
 from .runs import Point
 
-GAP, HEAD, LINE = 28, 26, 20
+COLUMNS, GAP, HEAD, LINE = 2, 28, 26, 20
 STYLE = """
 .sheet { fill: var(--card); } .frame { fill: none; stroke: var(--rule); }
 text { font-family: system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
@@ -37,10 +37,10 @@ def drawn(
     return curves(title, unit, series, below, from_zero, names, joined, axis)
 
 
-def sheet(drawings: Sequence[Drawing], columns: int = 2) -> str:
+def sheet(drawings: Sequence[Drawing]) -> str:
     """All charts in one SVG, row by row."""
     parts, top = [], GAP
-    columns = min(columns, len(drawings))
+    columns = min(COLUMNS, len(drawings))
     for start in range(0, len(drawings), columns):
         row = drawings[start : start + columns]
         parts += [placed(its, GAP + (WIDTH + GAP) * column, top) for column, its in enumerate(row)]

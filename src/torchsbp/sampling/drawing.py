@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..ops import chosen
-from ..ops.chosen import first_rows
 from ..ops.constants import range_of
 from ..ops.device import device_of
 from ..ops.windows import Windows
@@ -132,7 +131,7 @@ class Plan:
             always = range_of(self.prefix, order.device).expand(positions.shape[0], -1)
             positions = torch.cat([always, self.prefix + positions], 1)
         n = self.prefix + math.prod(fine)
-        first = first_rows(given.batch, n, order.device)
+        first = chosen.first_rows(given.batch, n, order.device)
         each = [(first + its).flatten() for its in positions.chunk(sites)]
         return [Kept(rows, device_of(rows).inverse(rows, given.batch * n), None, cut) for rows in each]
 

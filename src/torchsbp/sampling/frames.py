@@ -89,8 +89,10 @@ def expect_per_sample(per_sample: object, sampler: str | samplers.Sampler) -> ob
     """Return ``per_sample``, or raise UsageError if it is not allowed."""
     if per_sample not in (False, True, "balanced"):
         raise UsageError(f'per_sample={shown(per_sample)} is not allowed; allowed: False, True, "balanced"')
-    if per_sample == "balanced" and not getattr(samplers.resolve(sampler), "cyclic", False):
+    if per_sample == "balanced" and not samplers.cyclic(sampler):
+        allowed = [name for name in samplers.SAMPLERS if name != "grid" and samplers.cyclic(name)]
         raise UsageError(
-            f'per_sample="balanced" needs sampler="frames", found {shown(sampler)}; or use per_sample=True'
+            f'per_sample="balanced" turns one order for every video, which sampler={shown(sampler)} does not allow; '
+            f"use per_sample=True, or one of the samplers {allowed}"
         )
     return per_sample

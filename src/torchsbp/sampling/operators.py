@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import UsageError
-from ..ops.compiling import captured_whole, one_call
+from ..ops.compiling import captured_whole, constant_for_dynamo, one_call
 from ..ops.graphs import Groups
 from ..ops.window_attention import Cut
 from ..ops.windows import Windows
@@ -72,6 +72,7 @@ def tensors_of(kept: Kept) -> list[Tensor | None]:
     return [rows, inverse, heads, marks, slots, slot_of_row, filled, regions, cut.places, cut.kept]
 
 
+@constant_for_dynamo
 def named(*constants: Any) -> str:
     return repr(constants)
 
@@ -203,6 +204,7 @@ def call(name: str, step: Tensor, sizes: Tensor | None, batch: int) -> list[Tens
     return (distinct if captured_whole() else torch.ops.torchsbp.draw)(name, step, sizes, batch)
 
 
+@constant_for_dynamo
 def refused(name: str, device: torch.device) -> str:
     """Return why this can't be drawn, "" if it can."""
     try:
@@ -212,11 +214,6 @@ def refused(name: str, device: torch.device) -> str:
     return ""
 
 
+@constant_for_dynamo
 def numbers_of(name: str, device: torch.device) -> tuple[tuple[int, ...], ...]:
     return layout(name, device).numbers
-
-
-# As torch.compiler.assume_constant_result does: the compiler runs them when it reads their calls.
-setattr(named, "_dynamo_marked_constant", True)  # noqa: B010
-setattr(numbers_of, "_dynamo_marked_constant", True)  # noqa: B010
-setattr(refused, "_dynamo_marked_constant", True)  # noqa: B010

@@ -235,6 +235,11 @@ def resolve(sampler: str | Sampler, others: Sequence[str] = ()) -> Sampler:
     return SAMPLERS[sampler]
 
 
+def cyclic(sampler: str | Sampler) -> bool:
+    """Whether the sampler's orders may be read cyclically from any start, as balanced masks are."""
+    return sampler not in IN_BACKWARD and bool(getattr(resolve(sampler), "cyclic", False))
+
+
 _LOOKED: set[tuple[object, ...]] = set()
 
 

@@ -33,7 +33,7 @@ class Study(NamedTuple):
 
 
 STUDIES = {
-    "accuracy": Study(accuracy.jobs, accuracy.work, accuracy.table, accuracy.drawings, accuracy.findings),
+    "accuracy": Study(accuracy.jobs, contest.work, accuracy.table, accuracy.drawings, accuracy.findings),
     "contest": Study(contest.jobs, contest.work, contest.table, contest_charts.drawings),
     "gradients": Study(
         gradients.jobs, gradients.work, gradients.table, gradients.drawings, gradients.findings, at_trained_weights=True

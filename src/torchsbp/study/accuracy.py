@@ -1,6 +1,5 @@
 """Accuracy after training, over the grids of the papers' figures 1 and 4."""
 
-from collections.abc import Iterator
 from statistics import mean
 
 from ..report.charts import Axis, Drawing
@@ -10,7 +9,7 @@ from .arms import FULL, drawn_grids
 from .models import TITLES
 from .plan import Plan
 from .results import Finding, above, difference
-from .training import Place, Row, Run, Settings
+from .training import Row, Run
 
 
 def jobs(plan: Plan) -> list[Run]:
@@ -20,10 +19,6 @@ def jobs(plan: Plan) -> list[Run]:
         for model in plan.models
         for arm in plan.grids_of(model)
     ]
-
-
-def work(run: Run, settings: Settings, place: Place) -> Iterator[Row]:
-    return contest.work(run, settings, place)
 
 
 def last(rows: list[Row]) -> dict[tuple[str, str], dict[int, float]]:

@@ -1,9 +1,8 @@
-"""The state of a run in a file, from which another process continues a run that was stopped."""
+"""Files of weights, and of a run's state, from which another process continues a run that was stopped."""
 
-import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +11,15 @@ if TYPE_CHECKING:
 
 EVERY = 20.0
 """Seconds between two writes."""
+
+
+def write(file: Path, content: Any, suffix: str = ".part") -> None:
+    """Write a file that is complete or not there; until then it has that suffix. Processes that may write the same file
+    at once need one each."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(suffix)
+    torch.save(content, part)
+    part.replace(file)
 
 
 class Saved:
@@ -34,10 +42,7 @@ class Saved:
         """Write the state, unless the last write was less than EVERY seconds ago."""
         if self.file is None or time.monotonic() < self.last + EVERY:
             return
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        part = self.file.with_suffix(".part")
-        torch.save((done, str(training.settings), training.tensors()), part)
-        os.replace(part, self.file)
+        write(self.file, (done, str(training.settings), training.tensors()))
         self.last = time.monotonic()
 
     def remove(self) -> None:

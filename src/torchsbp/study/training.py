@@ -25,9 +25,9 @@ from .augment import NUMBERS, Augment
 from .data import Data
 from .models import MODELS, build
 from .optimizer import optimizers
-from .saved import Saved
+from .results import Row
+from .saved import Saved, write
 
-Row = dict[str, Any]
 WARM = 3
 """Warm-up steps before one is captured."""
 
@@ -280,10 +280,7 @@ def trained(model: str, settings: Settings, data: Data, folder: Path, epochs: in
         training = Training(run, settings, data)
         for row in train(run, settings, data, training):
             print(f"{run.name}: {row}", flush=True)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(".part")
-        torch.save(training.model.state_dict(), part)
-        part.replace(file)
+        write(file, training.model.state_dict())
     result = fresh(run, settings, data)
     result.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
     return result.to(data.device)

@@ -23,6 +23,7 @@ from .data import Data
 from .models import TITLES
 from .plan import Plan
 from .results import Finding
+from .saved import write
 from .training import Place, Row, Run, Settings, Training, fresh, predictions
 
 PAPERS, CONTROL = "grid 0.5", "other order"
@@ -78,10 +79,7 @@ def full_epochs(run: Run, settings: Settings, data: Data, folder: Path) -> Itera
         now = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
         epochs.append((now, emptied(norms, training.steps)))
         yield epochs[-1]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}")
-    torch.save((str(settings), epochs), part)
-    part.replace(file)
+    write(file, (str(settings), epochs), f".{os.getpid()}")
 
 
 def share(right: Tensor) -> float:

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 import torchsbp
 from torchsbp import SBPConfig
+from torchsbp.sampling.drawing import rank
 from torchsbp.sampling.schedules import Milestones, check_ratio
 
 from ..errors import UsageError
-from .distributed import together
 
 FOR_FRAMES = ("keep_ratio", "sampler", "per_sample", "seed")
 """the fields of ``SBPConfig`` that choose frames; the others are about tokens"""
@@ -28,7 +27,7 @@ def sampled_frames(
         step=step,
         sampler=config.sampler,
         seed=config.seed,
-        rank=torch.distributed.get_rank() if together() else 0,
+        rank=rank(),
         per_sample=config.per_sample,
         chunk=chunk,
     )

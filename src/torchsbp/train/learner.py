@@ -21,12 +21,12 @@ from .task import Task
 class Learner:
     """``model`` has the parameters. ``parallel`` is what forwards call: the same module, or DDP around it."""
 
-    def __init__(self, task: Task, config: Config, processes: Processes, batches: int, steps: int, start: bool) -> None:
-        """``batches`` and ``steps`` are the forwards and the updates of an epoch. ``start``: see ``Task.model``."""
+    def __init__(self, task: Task, config: Config, processes: Processes, batches: int, steps: int) -> None:
+        """``batches`` and ``steps`` are the forwards and the updates of an epoch."""
         self.config, self.processes = config, processes
         layout = task.channels_last if config.channels_last else torch.contiguous_format
         task.to(processes.device, layout)
-        self.model = task.model(start)
+        self.model = task.model(start=True)
         self.still = freeze(self.model, config.freeze)
         sbp = config.sbp.build(config.seed, batches)
         self.sbp = sbp is not None

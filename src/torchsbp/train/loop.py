@@ -39,8 +39,7 @@ from .task import Evaluator
 class Trainer(Lasting):
     """A run: built from a configuration, continued from a checkpoint, trained to its end."""
 
-    def __init__(self, config: Config, processes: Processes, start: bool = True) -> None:
-        """``start``: see ``Task.model``."""
+    def __init__(self, config: Config, processes: Processes) -> None:
         self.config, self.processes = config, processes
         torch.use_deterministic_algorithms(config.deterministic)
         seed_everything(config.seed)  # the same initial weights in all processes
@@ -53,7 +52,7 @@ class Trainer(Lasting):
         batches = self.order.batches_per_epoch
         self.steps_per_epoch = batches // self.accumulate
         self.steps = config.epochs * self.steps_per_epoch
-        self.learner = Learner(self.task, config, processes, batches, self.steps_per_epoch, start)
+        self.learner = Learner(self.task, config, processes, batches, self.steps_per_epoch)
         self.model = self.learner.model
         seed_everything(mixed(config.seed, processes.rank))  # augmentation and stochastic depth differ by process
         self.progress = Progress()

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from multiprocessing import parent_process
 from typing import Any
 
 import torch
@@ -65,7 +66,10 @@ def leave_signals_to_the_loop(_: int) -> None:
 
 
 def obey_parent() -> None:
-    """End at a SIGTERM from the parent process; ignore those from others."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+    """End at a SIGTERM from the process that began this one (a "forkserver" is its parent, and does not); ignore those
+    from others."""
+    began = parent_process()
+    assert began is not None
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != began.pid:
         pass
     os._exit(0)

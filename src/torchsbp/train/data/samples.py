@@ -19,6 +19,16 @@ Transform = Callable[[Any, Any], Any]
 """(input, target) -> what is collated"""
 
 
+class OfInput:
+    """Transforms the input alone; the target stays as it is."""
+
+    def __init__(self, transform: Callable[[Any], Any]) -> None:
+        self.transform = transform
+
+    def __call__(self, found: Any, target: Any) -> tuple[Any, Any]:
+        return self.transform(found), target
+
+
 class Source(Protocol):
     """Inputs with their targets, by number. ``where(i)`` names sample i in error messages."""
 

@@ -84,16 +84,6 @@ def open_part(data: Data, train: bool) -> Images:
     return open_images(data.source, data.root, part, train, data.classes, mode_of(data))
 
 
-class OfImage:
-    """Transforms the image alone; the class stays as it is."""
-
-    def __init__(self, transform: Callable[[Any], Any]) -> None:
-        self.transform = transform
-
-    def __call__(self, image: Any, label: int) -> tuple[Any, int]:
-        return self.transform(image), label
-
-
 def check_names(augment: Augment) -> None:
     """Refuse names of interpolation and augmentation that timm does not know."""
     allowed = ("random", *(mode.name.lower() for mode in Image.Resampling))

@@ -80,9 +80,8 @@ class Precision(Evaluator):
         detections = model(batch.images, batch.sizes)
         sizes = batch.sizes.tolist()
         self.seen.update(batch.indices[:valid])
-        for its, index, size, original in list(zip(detections, batch.indices, sizes, batch.originals, strict=True))[
-            :valid
-        ]:
+        every = list(zip(detections, batch.indices, sizes, batch.originals, strict=True))
+        for its, index, size, original in every[:valid]:
             about = {"image_id": self.source.images[index]["id"]}
             for found in objects_of(its, size, original):
                 category = self.source.category_ids[found.pop("label") - 1]

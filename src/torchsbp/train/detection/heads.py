@@ -60,9 +60,9 @@ class HeadSpec:
     whether it recomputes the heads."""
 
     classes: int
-    width: int = 256
-    hidden: int = 1024
-    sampled: int = 512
+    width: int
+    hidden: int
+    sampled: int
     masks: bool = True
     norm: Literal["batch", "group"] = "batch"
     keep_ratio: float = 1.0

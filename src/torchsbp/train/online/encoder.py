@@ -13,7 +13,7 @@ from torchvision.models import get_model
 from ...errors import UsageError
 from ..data.seeds import generators_kept
 from ..ranges import COUNT, NOT_NEGATIVE, SHARE_ABOVE_0
-from ..runs.weights import check_fit, read_weights
+from ..runs.weights import check_fit, classifiers, read_weights
 
 TORCHVISION = "torchvision/"
 OURS = "encoder.body."
@@ -88,12 +88,8 @@ def make_encoder(config: Encoder, size: int, mean: Sequence[float], std: Sequenc
     if config.weights is not None and start:
         found = {name.removeprefix(OURS): value for name, value in read_weights(config.weights).items()}
         others = tuple(f"{name}." for name in (*head, "temporal"))
-        check_fit(
-            body.state_dict(),
-            fitting := {name: value for name, value in found.items() if not name.startswith(others)},
-            set(),
-            str(config.weights),
-        )
+        fitting = {name: value for name, value in found.items() if not name.startswith(others)}
+        check_fit(body.state_dict(), fitting, set(), str(config.weights))
         body.load_state_dict(fitting)
     encoder = FrameEncoder(body, mean, std, config.frozen)
     width(encoder, size, config.name)  # raises if frames of this size don't fit
@@ -107,8 +103,7 @@ def of_timm(config: Encoder, start: bool) -> tuple[nn.Module, Sequence[str]]:
         body = timm.create_model(config.name, pretrained=pretrained, num_classes=0, **config.options)
     except Exception as error:  # an unknown name, an option it does not have, a value it can't use
         raise UsageError(f"task.encoder.name {config.name} with {config.options}: {error}") from error
-    heads = getattr(body, "default_cfg", {}).get("classifier") or ()
-    return body, [heads] if isinstance(heads, str) else heads
+    return body, classifiers(body)
 
 
 def of_torchvision(config: Encoder) -> tuple[nn.Module, Sequence[str]]:

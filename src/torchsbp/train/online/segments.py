@@ -78,9 +78,8 @@ def detection_map(
     found: Mapping[str, Sequence[Found]],
     truth: Mapping[str, Sequence[Segment]],
     labels: Sequence[int],
-    overlaps: Sequence[float] = OVERLAPS,
 ) -> dict[float, float]:
-    """Return the mean over classes of the interpolated average precision, in percent, for each tIoU.
+    """Return the mean over classes of the interpolated average precision, in percent, for each of ``OVERLAPS``.
 
     ``found`` and ``truth`` are by video. Classes without annotations don't count; if all are such, it is 0.
     """
@@ -89,13 +88,12 @@ def detection_map(
         average_precisions(
             [(video, its) for video, segments in found.items() for its in segments if its.label == label],
             {video: [its for its in segments if its.label == label] for video, segments in annotated.items()},
-            overlaps,
         )
         for label in labels
         if any(its.label == label for segments in annotated.values() for its in segments)
     ]
-    means = 100 * np.mean(precisions, axis=0) if precisions else np.zeros(len(overlaps))
-    return dict(zip(overlaps, means.tolist(), strict=True))
+    means = 100 * np.mean(precisions, axis=0) if precisions else np.zeros(len(OVERLAPS))
+    return dict(zip(OVERLAPS, means.tolist(), strict=True))
 
 
 def distinct(segments: Sequence[Segment]) -> list[Segment]:
@@ -110,20 +108,18 @@ def distinct(segments: Sequence[Segment]) -> list[Segment]:
     return kept
 
 
-def average_precisions(
-    found: Sequence[tuple[str, Found]], truth: Mapping[str, Sequence[Segment]], overlaps: Sequence[float]
-) -> list[float]:
-    """Return the average precision of one class for each tIoU. Detections, best first, take the annotation that each
-    overlaps most, of those that are free and overlapped enough."""
+def average_precisions(found: Sequence[tuple[str, Found]], truth: Mapping[str, Sequence[Segment]]) -> list[float]:
+    """Return the average precision of one class for each of ``OVERLAPS``. Detections, best first, take the annotation
+    that each overlaps most, of those that are free and overlapped enough."""
     places = {video: np.array([(its.start, its.end) for its in each]).reshape(-1, 2) for video, each in truth.items()}
     total = sum(map(len, truth.values()))
-    right = np.zeros((len(overlaps), len(found)), bool)
-    taken = {video: np.zeros((len(overlaps), len(each)), bool) for video, each in places.items()}
+    right = np.zeros((len(OVERLAPS), len(found)), bool)
+    taken = {video: np.zeros((len(OVERLAPS), len(each)), bool) for video, each in places.items()}
     for number, (video, its) in enumerate(sorted(found, key=lambda pair: -pair[1].score)):
         if video not in places or not len(places[video]):
             continue
         overlap = tiou(np.array((its.start, its.end)), places[video])
-        for row, least in enumerate(overlaps):
+        for row, least in enumerate(OVERLAPS):
             for candidate in np.argsort(-overlap, kind="stable"):
                 if overlap[candidate] < least:
                     break

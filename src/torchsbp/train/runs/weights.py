@@ -1,5 +1,6 @@
 """Read weights to begin from, and write weights for others, as safetensors that plain timm loads."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,15 @@ def load_weights(model: nn.Module, path: Path, new_head: bool = False) -> None:
     model.load_state_dict(weights)
 
 
+def classifiers(model: nn.Module) -> Sequence[str]:
+    """Names of the layers that are a timm model's classifier."""
+    found = getattr(model, "default_cfg", {}).get("classifier") or ()
+    return [found] if isinstance(found, str) else found
+
+
 def head_names(model: nn.Module) -> set[str]:
     """Names of the parameters of a timm model's classifier."""
-    heads = getattr(model, "default_cfg", {}).get("classifier", ())
-    prefixes = tuple(f"{name}." for name in ([heads] if isinstance(heads, str) else heads))
+    prefixes = tuple(f"{name}." for name in classifiers(model))
     return {name for name in model.state_dict() if prefixes and name.startswith(prefixes)}
 
 

@@ -20,9 +20,9 @@ from ...errors import DataError, UsageError
 from ..accuracy import MANY, Accuracy
 from ..data.images import Images, check_same_classes, named
 from ..data.pictures import read_picture
-from ..data.samples import Samples
+from ..data.samples import OfInput, Samples
 from ..data.seeds import generators_kept
-from ..data.views import Augment, Data, OfImage, check_names, eval_transform, mode_of, open_part, train_transform
+from ..data.views import Augment, Data, check_names, eval_transform, mode_of, open_part, train_transform
 from ..predictor import Prediction, Predictor
 from ..ranges import NOT_NEGATIVE, SHARE_BELOW_1, refuse
 from ..record import Metric
@@ -105,13 +105,13 @@ class Classification(Task):
     @cached_property
     def train_data(self) -> Samples:
         transform = train_transform(self.options.data, self.options.augment)
-        return Samples(self.train_images, OfImage(transform), self.seed, replace=self.broken > 0)
+        return Samples(self.train_images, OfInput(transform), self.seed, replace=self.broken > 0)
 
     @cached_property
     def valid_data(self) -> Samples:
         images = open_part(self.options.data, train=False)
         check_same_classes(self, images)
-        return Samples(images, OfImage(self.eval_transform), self.seed, replace=self.broken > 0)
+        return Samples(images, OfInput(self.eval_transform), self.seed, replace=self.broken > 0)
 
     @cached_property
     def eval_transform(self) -> Callable[[Any], Any]:

@@ -19,7 +19,7 @@ from ..config import Optimizer
 from ..data.actions import Videos, WholeVideos, Windows
 from ..data.generated import Generated
 from ..data.order import EvalOrder
-from ..data.samples import Samples
+from ..data.samples import OfInput, Samples
 from ..data.thumos import Thumos
 from ..data.videos import Video
 from ..data.window import Window
@@ -153,11 +153,11 @@ class OnlineAction(Task):
             self.notes = (
                 f"{windows.short} of {len(videos.counts)} videos are shorter than the work memory, {span} frames",
             )
-        return Samples(windows, OfClip(train_transform(self.options)), self.seed)
+        return Samples(windows, OfInput(train_transform(self.options)), self.seed)
 
     @cached_property
     def valid_data(self) -> Samples:
-        return Samples(WholeVideos(self.valid_videos), OfClip(eval_transform(self.options.data)), self.seed)
+        return Samples(WholeVideos(self.valid_videos), OfInput(eval_transform(self.options.data)), self.seed)
 
     def eval_order(self, batch: int, rank: int, world: int) -> EvalOrder:
         """One video at a time, as their lengths differ."""
@@ -226,17 +226,8 @@ def multi_label_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return (clear * losses).sum() / clear.sum().clamp(min=1)
 
 
-class OfClip:
-    """A transform of the frames alone, the same for all of them."""
-
-    def __init__(self, transform: Any) -> None:
-        self.transform = transform
-
-    def __call__(self, frames: Tensor, target: Any) -> tuple[Tensor, Any]:
-        return self.transform(frames), target
-
-
 def train_transform(options: OnlineActionOptions) -> Any:
+    """Return a transform of frames, the same for all of them."""
     augment, jitter = options.augment, options.augment.color_jitter
     steps: list[nn.Module] = [v2.RandomResizedCrop(options.data.size, augment.scale, antialias=True)]
     if augment.hflip:
