@@ -12,7 +12,7 @@ from .layouts import Grid, Layout, Stage, early_stages, member_names
 from .lean import TransformerBlock
 from .names import find
 from .rerun import Mixer, Residual
-from .timm import EVA, MLP, VIT, like_vit
+from .timm import EVA, MLP, VIT, like_vit, with_hooks
 
 PRE_NORM = Residual()
 
@@ -29,7 +29,7 @@ def naflex_grid(embeds: nn.Module, x: Tensor, y: Any) -> Grid:
 
 NAFLEX = Adapter(
     name="timm NaFlexViT",
-    layouts=like_vit("naflexvit.NaFlexVit", entry="embeds", grid=naflex_grid),
+    layouts=with_hooks(like_vit("naflexvit.NaFlexVit", entry="embeds", grid=naflex_grid)),
     blocks={**VIT.blocks, **EVA.blocks},
     recommended=recommended.VIT,
 )
