@@ -91,6 +91,14 @@ def test_missing_packages_and_wrong_names_are_told(trained, capsys, tmp_path, mo
     assert (status, err) == (2, "torchsbp export: --out model.pb: a file of onnx ends in .onnx\n")
 
 
+@pytest.mark.parametrize("format, file", [("safetensors", "m.safetensors"), ("torch_export", "m.pt2")])
+def test_a_file_that_can_not_be_written_is_named(trained, capsys, tmp_path, format, file):
+    (tmp_path / "taken").write_text("")
+    path = tmp_path / "taken" / file
+    status, _, err = run(capsys, "export", str(trained), f"--format={format}", f"--out={path}")
+    assert (status, err) == (1, f"error: {path} can't be written: File exists\n")
+
+
 def test_outputs_that_differ_leave_nothing(trained, capsys, tmp_path, monkeypatch):
     wrong = exports.PROGRAMS["torch_export"]._replace(
         write=lambda model, inputs, path, about: path.write_text(""),

@@ -66,6 +66,7 @@ READ_AT = {
     "the mean, without a class token": ("vit", {"global_pool": "avg", "class_token": False}, UNTRIED),
     "an attentive pooling": ("vit", {"global_pool": "map", "class_token": False}, UNTRIED),
     "maps": ("vit", {"features_only": True}, UNTRIED),
+    "maps, by hooks": ("vit", {"features_only": True, "feature_cls": "hook"}, UNTRIED),
     "both, by transformers": ("transformers dinov2", {}, UNTRIED),
     "a class token, by transformers": ("transformers vit", {}, VIT),
     "the mean, of a Swin": ("swin", {}, SWIN),

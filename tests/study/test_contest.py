@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from torchsbp.cli import study as command
+from torchsbp.cli.main import main
 from torchsbp.study import contest, pool, results, speed
 from torchsbp.study.plan import Plan
 from torchsbp.study.training import Run
@@ -125,6 +126,8 @@ def test_unknown_names_are_refused(data, tmp_path, capfd):
     assert "nothing to run: no arm of contest for these --models" in capfd.readouterr().err
     assert study("contest", data, tmp_path, "--batch", "65") == 2
     assert "has fewer images than --batch 65" in capfd.readouterr().err
+    assert main(["study", "contest", "--out", str(tmp_path)]) == 2
+    assert "contest needs --data: an .npz file with x_train," in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ def test_a_size_that_does_not_fit_has_a_way_out(tmp_path, capsys):
         ("task: 3", "recipe.yaml: task has options of its own (NAME: VALUE), found 3; allowed: model, data, augment"),
         ("optimizer: null", "recipe.yaml: optimizer has options of its own (NAME: VALUE), found nothing; allowed: "),
         ("batch: null", "batch=None is not allowed; allowed: an integer at least 1"),
+        ("batch: [1", "recipe.yaml can't be read as YAML: while parsing a flow sequence in "),
     ],
 )  # fmt: skip
 def test_recipes_that_are_none(tmp_path, capsys, text, message):

@@ -89,6 +89,16 @@ def like_vit(model: str, **changes: Any) -> Layout:
     return replace(VIT_LAYOUT, model=f"timm.models.{model}", **changes)
 
 
+def with_hooks(layout: Layout) -> tuple[Layout, ...]:
+    """Return the layout, and that of the same models behind ``feature_cls="hook"``, which are read at maps."""
+
+    def prefix(model: nn.Module) -> int:
+        return layout.prefix_of(find(model, "body"))
+
+    behind = replace(layout, model=FEATURES_ONLY[1], prefix=prefix, holds_any=True)
+    return layout, replace(behind, entry=f"body.{layout.entry}", stages=f"body.{layout.stages}")
+
+
 MLPS: tuple[dict[str, Any], ...] = (
     {"mlp": ("timm.layers.mlp.Mlp",)},
     {"mlp": ("timm.layers.mlp.GluMlp",), "gated": True},
@@ -115,7 +125,7 @@ def lean(description: TransformerBlock, *attentions: dict[str, Any]) -> tuple[Tr
 
 VIT = Adapter(
     name="timm ViT",
-    layouts=VIT_LAYOUT,
+    layouts=with_hooks(VIT_LAYOUT),
     recommended=recommended.VIT,
     blocks={
         "timm.models.vision_transformer.Block": (
@@ -138,7 +148,7 @@ EVA_ATTENTIONS: tuple[dict[str, Any], ...] = (
 )
 EVA = Adapter(
     name="timm EVA",
-    layouts=like_vit("eva.Eva"),
+    layouts=with_hooks(like_vit("eva.Eva")),
     recommended=recommended.VIT,
     blocks={
         "timm.models.eva.EvaBlock": (
@@ -159,7 +169,7 @@ BEIT_BLOCK = BiasedBlock(
 )
 BEIT = Adapter(
     name="timm BEiT",
-    layouts=like_vit("beit.Beit"),
+    layouts=with_hooks(like_vit("beit.Beit")),
     recommended=recommended.VIT,
     blocks={"timm.models.beit.Block": (*lean(BEIT_BLOCK, {"attn": ("timm.models.beit.Attention",)}), PRE_NORM)},
 )
@@ -173,7 +183,7 @@ RELATIVE: dict[str, Any] = {"score_bias": relative_bias, "arguments": ("shared_r
 RELATIVE_ATTENTION = {"attn": ("timm.models.vision_transformer_relpos.RelPosAttention",)}
 RELATIVE_VIT = Adapter(
     name="timm ViT with relative positions",
-    layouts=like_vit("vision_transformer_relpos.VisionTransformerRelPos"),
+    layouts=with_hooks(like_vit("vision_transformer_relpos.VisionTransformerRelPos")),
     recommended=recommended.VIT,
     blocks={
         "timm.models.vision_transformer_relpos.RelPosBlock": (

@@ -11,7 +11,7 @@ from .base import Adapter, Plain
 from .layouts import Grid, Layout, Stage, early_stages, member_names
 from .lean import TransformerBlock
 from .names import find
-from .timm import EVA, MLP, PRE_NORM, VIT, like_vit
+from .timm import EVA, MLP, PRE_NORM, VIT, like_vit, with_hooks
 
 
 def naflex_grid(embeds: nn.Module, x: Tensor, y: Any) -> Grid:
@@ -26,7 +26,7 @@ def naflex_grid(embeds: nn.Module, x: Tensor, y: Any) -> Grid:
 
 NAFLEX = Adapter(
     name="timm NaFlexViT",
-    layouts=like_vit("naflexvit.NaFlexVit", entry="embeds", grid=naflex_grid),
+    layouts=with_hooks(like_vit("naflexvit.NaFlexVit", entry="embeds", grid=naflex_grid)),
     blocks={**VIT.blocks, **EVA.blocks},
     recommended=recommended.VIT,
 )

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ..errors import UsageError
+from ..errors import RunError, UsageError
 from .trained import opened, parser
 
 PURPOSE = "a trained model as safetensors, ONNX or torch.export"
@@ -29,9 +29,12 @@ def run(argv: list[str]) -> None:
         from ..train.exports import write_program, write_weights
 
         about = its.stored.metadata()
-        if own.format == "safetensors":
-            write_weights(its.model, path, about)
-            print(f"{path}: the weights, read back bit for bit")
-        else:
-            worst = write_program(own.format, its.model, its.task.example, path, about)
-            print(f"{path}: the model, for any batch size; outputs within {worst:.0e} of the largest")
+        try:
+            if own.format == "safetensors":
+                write_weights(its.model, path, about)
+                print(f"{path}: the weights, read back bit for bit")
+            else:
+                worst = write_program(own.format, its.model, its.task.example, path, about)
+                print(f"{path}: the model, for any batch size; outputs within {worst:.0e} of the largest")
+        except OSError as error:
+            raise RunError(f"{path} can't be written: {error.strerror or error}") from error

@@ -39,7 +39,7 @@ def parse(command: str, argv: list[str]) -> "Config":
         argv = ["--config", str(find_recipe(argv[0])), *argv[1:]]
     task = task_name(argv)
     for path in files_of(argv):
-        check_sections(read(path), sections(task), path)
+        check_sections(of_file(path), sections(task), path)
     arguments = parser(command, task)
     found = arguments.parse_args(argv)
     found.pop("config")
@@ -137,11 +137,21 @@ def named(task: Any) -> str:
 
 
 def read(text: str) -> Any:
-    """The content of a YAML file, or of a YAML text. None if it can't be read: the parser then reports that."""
+    """The content of a YAML file, or of a YAML text. None if it can't be read: that is reported later."""
     import yaml
 
     try:
         is_file = len(text) < LONGEST and Path(text).is_file()  # the operating system refuses longer paths
-        return yaml.safe_load(Path(text).read_text() if is_file else text)
-    except (OSError, ValueError, yaml.YAMLError):
+        return of_file(text) if is_file else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError):
         return None
+
+
+def of_file(path: str) -> Any:
+    import yaml
+
+    try:
+        with open(path) as file:  # so that errors have its name
+            return yaml.safe_load(file)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UsageError(f"{path} can't be read as YAML: {' '.join(str(error).split())}") from error

@@ -38,7 +38,9 @@ def run(argv: list[str]) -> None:
         if unknown:
             raise UsageError(f"unknown {what}: {'; '.join(unknown)}; allowed: {'; '.join(known)}")
     study = STUDIES[args.name]
-    if study.needs_data and not (args.data and args.data.is_file()):
+    if study.needs_data and args.data is None:
+        raise UsageError(f"{args.name} needs --data: an .npz file with x_train, y_train, x_test, y_test")
+    if study.needs_data and not args.data.is_file():
         raise DataError(f"{args.data} is not a file; --data is an .npz file with x_train, y_train, x_test, y_test")
     if study.needs_data and len(read(args.data, args.images)[0]) < args.batch:
         raise UsageError(f"{args.data} has fewer images than --batch {args.batch}; use a smaller one")

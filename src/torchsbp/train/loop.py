@@ -217,7 +217,8 @@ class Trainer(Lasting):
             path = self.config.out / WEIGHTS
             name = "model" if self.learner.ema is None else "ema"
             stored = Stored(path, name, progress.step, self.described(), self.task.weights_about(), weights)
-            export(weights, path, stored.metadata())
+            with checkpoint.writing(path):
+                export(weights, path, stored.metadata())
             self.write("end", best=progress.best, best_step=progress.best_step)
             metric = self.task.metric(self.task.best_by)
             early = f" at step {progress.step} of {self.steps}, out of patience" if progress.step < self.steps else ""

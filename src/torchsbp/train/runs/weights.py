@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ...errors import CheckpointError
 from ..record import WEIGHTS
 from . import checks
-from .checkpoint import BEST, read, replace_file, writing
+from .checkpoint import BEST, read, replace_file
 
 
 def file_of(path: Path) -> Path:
@@ -102,8 +102,7 @@ def export(weights: dict[str, Tensor], path: Path, metadata: dict[str, Any]) -> 
     content = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
     described = {key: str(value) for key, value in metadata.items()}
     data = checks.summed_safetensors(save(content, {**described, **checks.SUMMED, checks.SUM: checks.ZEROS}))
-    with writing(path):
-        replace_file(path, lambda file: file.write(data))
+    replace_file(path, lambda file: file.write(data))
 
 
 def _some(names: list[str]) -> str:
