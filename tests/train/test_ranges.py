@@ -61,6 +61,22 @@ def test_absurd_values_are_refused_in_one_form(option, message, tmp_path, capsys
     assert not out.exists()
 
 
+OF_TASKS = [  # lists without a number, numbers in the wrong order, and those that others are divided by
+    ("shapes", "augment.short=[]", "=[] is not allowed; allowed: numbers at least 1"),
+    ("shapes", "augment.crop_short=[]", "=[] is not allowed; allowed: numbers at least 1"),
+    ("shapes", "augment.crop_sides=[64,48]", "=[64, 48] is not allowed; allowed: two integers, the first not above"),
+    ("coco/mask_rcnn_convnext_tiny", "data.multiple=0", "=0 is not allowed; allowed: an integer at least 1"),
+    ("online", "temporal.heads=0", "=0 is not allowed; allowed: an integer at least 1"),
+    ("online", "temporal.heads=-1", "=-1 is not allowed; allowed: an integer at least 1"),
+]
+
+
+@pytest.mark.parametrize("recipe, option, message", OF_TASKS, ids=[f"{name} {option}" for name, option, _ in OF_TASKS])
+def test_absurd_values_of_tasks_are_refused_when_they_are_read(recipe, option, message):
+    with pytest.raises(UsageError, match=re.escape(f"task.{option.partition('=')[0]}{message}")):
+        parse("train", [recipe, f"--task.{option}"])
+
+
 @pytest.mark.parametrize(
     "option, message",
     [

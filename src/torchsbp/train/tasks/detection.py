@@ -122,7 +122,8 @@ class Data:
     out; one more ends the run"""
 
     def __post_init__(self) -> None:
-        wrong = [side for bucket in self.buckets for side in bucket if side < 1 or side % self.multiple]
+        multiple = max(1, self.multiple)  # one below 1 is refused with the other numbers
+        wrong = [side for bucket in self.buckets for side in bucket if side < 1 or side % multiple]
         if wrong:
             refuse("task.data.buckets", self.buckets, f"sides that are multiples of task.data.multiple={self.multiple}")
 
@@ -144,6 +145,10 @@ class Augment:
     """the least and the largest height and width of the crop"""
     eval_short: int = field(default=800, metadata=COUNT)
     """the shorter side in evaluation"""
+
+    def __post_init__(self) -> None:
+        if self.crop_sides[0] > self.crop_sides[1]:
+            refuse("task.augment.crop_sides", list(self.crop_sides), "two integers, the first not above the second")
 
 
 @dataclass
