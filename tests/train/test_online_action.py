@@ -227,6 +227,12 @@ def test_wrong_settings_are_refused(tmp_path, capsys, option, message):
     assert not (tmp_path / "run").exists()
 
 
+def test_sharding_is_refused(tmp_path):
+    config = parse("train", ["online", *SMALL, "--parallel=fsdp", f"--out={tmp_path / 'run'}"])
+    with pytest.raises(UsageError, match=r"parallel=fsdp does not go with task online_action"):
+        Trainer(config, Processes(torch.device("cpu"), 0, 2))
+
+
 def test_the_encoder_begins_from_weights_with_or_without_a_classifier(whole, tmp_path):
     import timm
 

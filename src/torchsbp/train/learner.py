@@ -53,9 +53,10 @@ class Learner:
         if several and self.processes.device.type == "cpu":
             self.check_norms()
         if several and parallel == "fsdp":
-            shard(self.model, self.processes.device)
+            blocks = task.sharded(self.model)
+            shard(self.model, self.processes.device, blocks)
             if self.ema is not None:
-                shard(self.ema.module, self.processes.device)
+                shard(self.ema.module, self.processes.device, blocks)
         if self.config.compile:
             task.compile(self.model, None if self.config.compile is True else self.config.compile)
         return nn.parallel.DistributedDataParallel(self.model) if several and parallel == "ddp" else self.model

@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 import torchsbp
 from torchsbp import SBPConfig
 
+from ..adapters.blocks import blocks_of
 from ..errors import UsageError
 from .data.order import EvalOrder, TrainOrder
 from .data.samples import Samples
@@ -129,6 +130,11 @@ class Task:
     def compile(self, model: nn.Module, mode: str | None = None) -> None:
         """Compile the model in place, or the parts of it that can be; ``mode`` is that of ``torch.compile``."""
         model.compile(mode=mode)
+
+    def sharded(self, model: nn.Module) -> list[str]:
+        """The names of the modules that FSDP shards one by one: nothing but a call of the module uses its parameters.
+        Raise ``UsageError`` if this task's model can't be sharded."""
+        return blocks_of(model)
 
     def parameters(self, model: nn.Module, optimizer: "Optimizer") -> Any:
         """The first argument for timm's ``create_optimizer_v2``: the model, or parameter groups of the task's own."""

@@ -14,6 +14,7 @@ from torchvision.transforms import v2
 import torchsbp
 from torchsbp import SBPConfig
 
+from ...adapters.blocks import blocks_of
 from ...errors import DataError, UsageError
 from ..data.coco import Objects, open_coco
 from ..data.images import named
@@ -285,6 +286,9 @@ class Detection(Task):
                 "set buckets, such as those of the coco recipes, or compile=false"
             )
         compile_backbone(model, len(shapes), mode)
+
+    def sharded(self, model: nn.Module) -> list[str]:
+        return [f"backbone.{name}" for name in blocks_of(model.get_submodule("backbone"))]
 
     def parameters(self, model: nn.Module, optimizer: "Optimizer") -> Any:
         assert isinstance(model, Detector)

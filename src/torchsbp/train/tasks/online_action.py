@@ -182,6 +182,11 @@ class OnlineAction(Task):
         assert isinstance(model, OnlineDetector)
         model.set_step(number)
 
+    def sharded(self, model: nn.Module) -> list[str]:
+        raise UsageError(
+            "parallel=fsdp does not go with task online_action, which uses parts of LSTR one by one: use ddp"
+        )
+
     def parameters(self, model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
         """Parameter groups: the encoder has a learning rate and a warm-up of its own; vectors have no weight decay."""
         if optimizer.layer_decay is not None:
