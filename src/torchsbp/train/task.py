@@ -155,7 +155,10 @@ class Task:
 
     def example(self, samples: int) -> tuple[Tensor, ...]:
         """Example inputs of the model, of so many samples, for ``torchsbp export``."""
-        raise UsageError(f"task {self.options.name} can't be exported: its class needs a method example(samples)")
+        raise UsageError(
+            f"task {self.options.name} can't be exported as a model: its class needs a method example(samples); "
+            "--format safetensors exports the weights"
+        )
 
     def metric(self, name: str) -> Metric:
         """The metric of this name; "ema_" before it, for averaged weights, makes no difference."""
