@@ -78,6 +78,30 @@ def test_absurd_values_of_tasks_are_refused_when_they_are_read(recipe, option, m
 
 
 @pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"decay_milestones": [3]},
+            "schedule.options.decay_milestones=[3] is not allowed; allowed: with schedule.name mul",
+        ),
+        (
+            {"decay_rate": 0.5},
+            "schedule.options.decay_rate=0.5 is not allowed; allowed: with schedule.name step or multi",
+        ),
+        (
+            {"name": "multistep", "decay_milestones": [3, 1]},
+            "=[3, 1] is not allowed; allowed: a list of epochs, in asc",
+        ),
+        ({"name": "multistep", "decay_milestones": ["x", 1]}, "=['x', 1] is not allowed; allowed: a list of epochs"),
+    ],
+)
+def test_options_that_the_schedule_would_ignore_are_refused(options, message):
+    name = options.pop("name", "cosine")
+    with pytest.raises(UsageError, match=re.escape(message)):
+        parse("train", ["digits", f"--schedule.name={name}", f"--schedule.options={options}"])
+
+
+@pytest.mark.parametrize(
     "option, message",
     [
         ("keep_ratio=0", "keep_ratio must be a number in (0, 1], found 0"),
