@@ -13,6 +13,7 @@ from torchsbp.cli.recipe import parse
 from torchsbp.errors import UsageError
 from torchsbp.train import tasks
 from torchsbp.train.config import SBP, Config
+from torchsbp.train.optimizer import check_options
 from torchsbp.train.ranges import KEY, Range, check
 from torchsbp.train.tasks.classification import ClassificationOptions, Data
 
@@ -98,7 +99,7 @@ def test_absurd_values_of_tasks_are_refused_when_they_are_read(recipe, option, m
 def test_options_that_the_schedule_would_ignore_are_refused(options, message):
     name = options.pop("name", "cosine")
     with pytest.raises(UsageError, match=re.escape(message)):
-        parse("train", ["digits", f"--schedule.name={name}", f"--schedule.options={options}"])
+        check_options(parse("train", ["digits", f"--schedule.name={name}", f"--schedule.options={options}"]).schedule)
 
 
 @pytest.mark.parametrize(

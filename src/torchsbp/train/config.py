@@ -105,10 +105,6 @@ class Optimizer:
     """clip the norm of all gradients together to this"""
 
 
-MADE_FOR = {"decay_milestones": ("multistep",), "decay_epochs": ("step",), "decay_rate": ("step", "multistep", "poly")}
-"""options of a schedule -> the schedules that have them; timm ignores them in the others"""
-
-
 @dataclass
 class Schedule:
     """The learning rate over training, by timm's ``create_scheduler_v2``, changed at every update."""
@@ -123,16 +119,6 @@ class Schedule:
     """the rate at which cosine, tanh and poly end"""
     options: dict[str, Any] = field(default_factory=dict)
     """further arguments of the schedule, such as decay_epochs or decay_rate"""
-
-    def __post_init__(self) -> None:
-        for name, value in self.options.items():
-            known = MADE_FOR.get(name, (self.name,))
-            if self.name not in known:
-                refuse(f"schedule.options.{name}", value, f"with schedule.name {' or '.join(known)}, not {self.name}")
-        milestones = self.options.get("decay_milestones", [])
-        numbers = isinstance(milestones, list | tuple) and all(type(its) in (int, float) for its in milestones)
-        if not numbers or list(milestones) != sorted(milestones):
-            refuse("schedule.options.decay_milestones", milestones, "a list of epochs, in ascending order")
 
 
 @dataclass
