@@ -1,6 +1,9 @@
 """``torchsbp frames``: frames of video files as the task reads them."""
 
+from pathlib import Path
+
 import numpy as np
+import pytest
 
 from torchsbp.cli.main import main
 from torchsbp.train.data.thumos import Frames
@@ -66,3 +69,14 @@ def test_two_videos_of_one_name_are_refused_and_one_given_twice_is_taken_once(tm
     assert capsys.readouterr().err.endswith(message)
     assert main(["frames", str(other), str(tmp_path / "b"), out]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'frames' / 'x.npy'}: 4 frames\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux")
+def test_a_full_disk_is_told(tmp_path, capsys):
+    write_video(tmp_path / "a.mp4", frames=30)
+    (tmp_path / "frames").mkdir()
+    (tmp_path / "frames" / "a.partial").symlink_to("/dev/full")
+    assert main(["frames", str(tmp_path / "a.mp4"), f"--out={tmp_path / 'frames'}"]) == 1
+    target = tmp_path / "frames" / "a.npy"
+    assert f"error: {target} can't be written: [Errno 28] No space left on device" in capsys.readouterr().err
+    assert not target.exists()

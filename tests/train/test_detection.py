@@ -139,7 +139,7 @@ def test_images_are_normalised_and_padding_is_zero(tmp_path):
 
 
 def worker(rank: int, path: str) -> None:
-    """The gradient of both processes together, and the mean of each one's own; then a run."""
+    """The gradient of both processes together, and the mean of each one's own; then a run, and one with FSDP2."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
     start, store = dist.init_process_group, f"file://{Path(path).parent}/store"
@@ -159,6 +159,7 @@ def worker(rank: int, path: str) -> None:
         kept = next(iter(torchsbp.kept(trainer.model).values()))
         result = {"mean": {name: all_sum(g) / 2 for name, g in own.items()}, "both": both, "own": own, "kept": kept}
         Trainer(parse("train", [path, "--epochs=1"]), here).fit()
+        Trainer(parse("train", [path, "--epochs=1", "--parallel=fsdp", f"--out={path}.fsdp"]), here).fit()
     torch.save(result, f"{path}.{rank}")
 
 
@@ -184,6 +185,14 @@ def test_two_processes_train_and_evaluate_every_image_once(two, capsys):
     assert evaluate([str(out)]) == 0
     alone = json.loads(capsys.readouterr().out)
     assert all(alone[name] == pytest.approx(valid[name]) for name in valid if name.startswith(("box_", "mask_")))
+
+
+def test_two_processes_that_share_the_parameters_train_alike(two):
+    out, _ = two
+    both = [lines(out), lines(out.parent / "recipe.yaml.fsdp")]
+    losses, sharded = ([line["loss"] for line in its if line["kind"] == "train"] for its in both)
+    assert len(losses) > 1
+    assert sharded == pytest.approx(losses, rel=1e-4)
 
 
 def test_synchronised_norms_are_refused_on_several_cpus(tmp_path):

@@ -40,7 +40,7 @@ def hybrid_gradients(sharded: bool) -> dict[str, torch.Tensor]:
     x = torch.randn(2, 3, 64, 96)
     if sharded:
         names = blocks_of(model)
-        shard(model, torch.device("cpu"))
+        shard(model, torch.device("cpu"), blocks_of(model))
         assert [name for name, module in model.named_modules() if isinstance(module, FSDPModule)] == ["", *names]
         assert len(names) >= 6
     model(x).square().sum().backward()

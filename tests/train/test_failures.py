@@ -263,6 +263,17 @@ def test_changed_settings_are_named_and_recorded(copy, capsys):
     assert "&quot;lr&quot;: 0.0005" in page
 
 
+def test_changed_options_of_the_optimizer_take_effect(copy):
+    """All of them, not the learning rate alone: what the record says is what the run does."""
+    before = final(copy / "run")["optimizer"]["param_groups"]
+    assert on(copy, "--optimizer.weight_decay=0.5", "--optimizer.options.eps=1e-6") == 0
+    after = final(copy / "run")["optimizer"]["param_groups"]
+    assert {group["weight_decay"] for group in before} == {0.0, 0.05}
+    assert [group["weight_decay"] for group in after] == [10 * group["weight_decay"] for group in before]
+    assert {group["eps"] for group in after} == {1e-6}
+    assert [group["lr_scale"] for group in after] == [group["lr_scale"] for group in before]
+
+
 def test_resumed_with_the_same_settings_nothing_is_recorded_about_them(copy):
     assert run(copy, "--resume=auto", "--epochs=1", "--schedule.warmup_epochs=0")[0] == 0
     assert [line["kind"] for line in lines(copy / "run")].count("run") == 1

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from torchsbp.cli.main import main
 from torchsbp.cli.recipe import parse, recipes
 from torchsbp.errors import UsageError
 from torchsbp.report import html, read
@@ -225,6 +226,19 @@ def test_wrong_settings_are_refused(tmp_path, capsys, option, message):
     assert train(["online", *SMALL, option, f"--out={tmp_path / 'run'}"]) in (1, 2)
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_commands_that_are_not_for_this_task_name_those_that_are(whole, tmp_path, capsys):
+    assert main(["predict", str(whole), str(whole / "metrics.jsonl"), f"--out={tmp_path}"]) == 2
+    assert "use torchsbp detect RUN VIDEO" in capsys.readouterr().err
+    assert main(["export", str(whole), "--format=torch_export", f"--out={tmp_path / 'model.pt2'}"]) == 2
+    assert "--format safetensors exports the weights" in capsys.readouterr().err
+
+
+def test_sharding_is_refused(tmp_path):
+    config = parse("train", ["online", *SMALL, "--parallel=fsdp", f"--out={tmp_path / 'run'}"])
+    with pytest.raises(UsageError, match=r"parallel=fsdp does not go with task online_action"):
+        Trainer(config, Processes(torch.device("cpu"), 0, 2))
 
 
 def test_the_encoder_begins_from_weights_with_or_without_a_classifier(whole, tmp_path):

@@ -13,6 +13,7 @@ from torchsbp.cli.recipe import parse
 from torchsbp.errors import UsageError
 from torchsbp.train import tasks
 from torchsbp.train.config import SBP, Config
+from torchsbp.train.optimizer import check_options
 from torchsbp.train.ranges import KEY, Range, check
 from torchsbp.train.tasks.classification import ClassificationOptions, Data
 
@@ -59,6 +60,46 @@ def test_absurd_values_are_refused_in_one_form(option, message, tmp_path, capsys
     assert train(["digits", f"--out={out}", "--optimizer.lr=0.001", f"--{option}"]) == 2
     assert f"torchsbp train: {message}" in capsys.readouterr().err
     assert not out.exists()
+
+
+OF_TASKS = [  # lists without a number, numbers in the wrong order, and those that others are divided by
+    ("shapes", "augment.short=[]", "=[] is not allowed; allowed: numbers at least 1"),
+    ("shapes", "augment.crop_short=[]", "=[] is not allowed; allowed: numbers at least 1"),
+    ("shapes", "augment.crop_sides=[64,48]", "=[64, 48] is not allowed; allowed: two integers, the first not above"),
+    ("coco/mask_rcnn_convnext_tiny", "data.multiple=0", "=0 is not allowed; allowed: an integer at least 1"),
+    ("online", "temporal.heads=0", "=0 is not allowed; allowed: an integer at least 1"),
+    ("online", "temporal.heads=-1", "=-1 is not allowed; allowed: an integer at least 1"),
+]
+
+
+@pytest.mark.parametrize("recipe, option, message", OF_TASKS, ids=[f"{name} {option}" for name, option, _ in OF_TASKS])
+def test_absurd_values_of_tasks_are_refused_when_they_are_read(recipe, option, message):
+    with pytest.raises(UsageError, match=re.escape(f"task.{option.partition('=')[0]}{message}")):
+        parse("train", [recipe, f"--task.{option}"])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"decay_milestones": [3]},
+            "schedule.options.decay_milestones=[3] is not allowed; allowed: with schedule.name mul",
+        ),
+        (
+            {"decay_rate": 0.5},
+            "schedule.options.decay_rate=0.5 is not allowed; allowed: with schedule.name step or multi",
+        ),
+        (
+            {"name": "multistep", "decay_milestones": [3, 1]},
+            "=[3, 1] is not allowed; allowed: a list of epochs, in asc",
+        ),
+        ({"name": "multistep", "decay_milestones": ["x", 1]}, "=['x', 1] is not allowed; allowed: a list of epochs"),
+    ],
+)
+def test_options_that_the_schedule_would_ignore_are_refused(options, message):
+    name = options.pop("name", "cosine")
+    with pytest.raises(UsageError, match=re.escape(message)):
+        check_options(parse("train", ["digits", f"--schedule.name={name}", f"--schedule.options={options}"]).schedule)
 
 
 @pytest.mark.parametrize(

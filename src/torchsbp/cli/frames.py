@@ -74,21 +74,25 @@ def named(paths: Iterable[Path]) -> dict[str, Path]:
 
 def extract(path: Path, target: Path, fps: float, short: int) -> int:
     """Write the frames of a video and return how many. The file gets its name when it is complete: the next call of the
-    command repeats a video that was interrupted."""
-    import numpy as np
+    command repeats a video that was interrupted. Frames are written, not mapped: on a full disk a write is an error,
+    where a map ends the process."""
+    from numpy.lib.format import write_array_header_1_0
     from torchvision.transforms.v2.functional import resize
 
     from ..train.data.videos import open_video
 
-    video = open_video(path)
-    times = video.moments(fps)
-    partial, array = target.with_suffix(".partial"), None
-    for begin in range(0, len(times), PIECE):
-        frames = resize(video.frames_at(times[begin : begin + PIECE]), [short], antialias=True).permute(0, 2, 3, 1)
-        if array is None:
-            array = np.lib.format.open_memmap(partial, "w+", np.uint8, (len(times), *frames.shape[1:]))
-        array[begin : begin + PIECE] = frames.numpy()
-    assert array is not None
-    array.flush()
+    partial = target.with_suffix(".partial")
+    try:
+        with open_video(path) as video, partial.open("wb") as file:
+            times = video.moments(fps)
+            for begin in range(0, len(times), PIECE):
+                frames = resize(video.frames_at(times[begin : begin + PIECE]), [short], antialias=True)
+                frames = frames.permute(0, 2, 3, 1).contiguous()
+                if begin == 0:
+                    shape = (len(times), *frames.shape[1:])
+                    write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
+                file.write(frames.numpy().data)
+    except OSError as error:
+        raise RunError(f"{target} can't be written: {error}. Make room, then repeat the command") from error
     partial.replace(target)
     return len(times)

@@ -28,14 +28,17 @@ class Accuracy(Evaluator):
     def update(self, model: nn.Module, batch: tuple[Tensor, Tensor], valid: int) -> None:
         images, labels = batch
         logits, labels = model(images)[:valid].float(), labels[:valid]
-        rank = (logits > logits.gather(1, labels[:, None])).sum(1)  # how many classes are ahead of the right one
+        own, number = logits.gather(1, labels[:, None]), torch.arange(logits.shape[1], device=logits.device)
+        # How many classes are ahead of the right one: of equal ones the first counts, as in a prediction. In bfloat16
+        # many are equal, and a model that gives all classes the same is right for one of them, not for all.
+        rank = ((logits > own) | ((logits == own) & (number < labels[:, None]))).sum(1)
         loss = F.cross_entropy(logits, labels, reduction="sum")
         # With NaN among the logits no class seems to be ahead of the right one, but the model is wrong all the same.
         finite = logits.isfinite().all(1)
         self.sums += torch.stack(
             [loss, (finite & (rank < 1)).sum(), (finite & (rank < 5)).sum(), loss.new_tensor(valid)]
         )
-        first = torch.where(rank < 1, labels, logits.argmax(1)).where(finite, self.classes)
+        first = logits.argmax(1).where(finite, self.classes)
         pairs = torch.bincount(labels * (self.classes + 1) + first, minlength=self.found.numel())
         self.found += pairs.view_as(self.found)
 

@@ -1,7 +1,7 @@
 """One process or several: torchrun starts them, and its environment variables say so."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import torchsbp
 
-from ..adapters.blocks import blocks_of
 from ..errors import UsageError
 
 
@@ -82,11 +81,11 @@ def barrier() -> None:
     any_of(False)
 
 
-def shard(model: nn.Module, device: torch.device) -> None:
-    """Shard with FSDP2: every block of the model on its own, then the rest."""
+def shard(model: nn.Module, device: torch.device, blocks: Iterable[str]) -> None:
+    """Shard with FSDP2: each of these blocks on its own, then the rest."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # Patched blocks read the parameters of their parts: shard whole blocks, nothing inside them.
-    for name in blocks_of(model):
+    for name in blocks:
         fully_shard(model.get_submodule(name), mesh=mesh)
     fully_shard(model, mesh=mesh)
 

@@ -135,7 +135,7 @@ class Lasting:
             self.say(f"{path} was made with other settings; now {', '.join(differing)}")
         if progress.step * self.accumulate != content["sampler"]["start"] or progress.step > self.steps:
             self.say(f"{path}: the data order differs, since batch, micro_batch, processes or epochs were changed")
-        self.learner.restore(content, path, with_schedule=not differing)  # otherwise it follows the new settings
+        self.learner.restore(content, path, unchanged=not differing)
         states = content["random"]
         if len(states) == processes.world:
             set_random_state(states[processes.rank], processes.device)

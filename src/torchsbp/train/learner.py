@@ -53,9 +53,10 @@ class Learner:
         if several and self.processes.device.type == "cpu":
             self.check_norms()
         if several and parallel == "fsdp":
-            shard(self.model, self.processes.device)
+            blocks = task.sharded(self.model)
+            shard(self.model, self.processes.device, blocks)
             if self.ema is not None:
-                shard(self.ema.module, self.processes.device)
+                shard(self.ema.module, self.processes.device, blocks)
         if self.config.compile:
             task.compile(self.model, None if self.config.compile is True else self.config.compile)
         return nn.parallel.DistributedDataParallel(self.model) if several and parallel == "ddp" else self.model
@@ -83,7 +84,9 @@ class Learner:
             "scaler": self.scaler.state_dict(),
         }
 
-    def restore(self, content: dict[str, Any], path: Path, with_schedule: bool) -> None:
+    def restore(self, content: dict[str, Any], path: Path, unchanged: bool) -> None:
+        """Take over a checkpoint. If settings are not ``unchanged``, schedule and options of the optimizer (weight
+        decay, betas, …) stay those of the new ones."""
         check_fit(self.model.state_dict(), content["model"], head_names(self.model), str(path))
         if (content["ema"] is None) != (self.ema is None):
             raise CheckpointError(f"{path} has {'no' if self.ema else 'an'} average of weights: ema.decay was changed")
@@ -93,6 +96,8 @@ class Learner:
                 f"{path} has the state of {before}, which {now} can't use: resume with --optimizer.name {before}, or "
                 f"begin another run from its weights (task.model.weights: {path}, and another --out)"
             )
+        groups = self.optimizer.param_groups
+        options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         try:
             load_model(self.model, content["model"])
             if self.ema is not None:
@@ -100,6 +105,9 @@ class Learner:
             load_optimizer(self.model, self.optimizer, content["optimizer"])
         except (KeyError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"{path} does not fit this optimizer or model: {error}") from error
-        if with_schedule:
+        if unchanged:
             self.schedule.load_state_dict(content["schedule"])
+        else:
+            for group, own in zip(self.optimizer.param_groups, options, strict=True):
+                group.update(own)
         self.scaler.load_state_dict(content["scaler"])

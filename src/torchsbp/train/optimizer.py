@@ -7,16 +7,19 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 
 from ..errors import UsageError
-from .config import Config
+from .config import Config, Schedule
 from .ranges import refuse
 
 WARMUP = "warmup_epochs"
 """key of a parameter group that a task makes: epochs of a warm-up of its own"""
+MADE_FOR = {"decay_milestones": ("multistep",), "decay_epochs": ("step",), "decay_rate": ("step", "multistep", "poly")}
+"""options of a schedule -> the schedules that have them; timm ignores them in the others"""
 
 
 def make_optimizer(parameters: Any, config: Config, steps_per_epoch: int) -> tuple[torch.optim.Optimizer, Any]:
     """The optimizer for a model or for parameter groups, and its schedule over the run's updates."""
     optimizer, schedule = config.optimizer, config.schedule
+    check_options(schedule)
     warmup: Any = schedule.warmup_epochs
     if schedule.warmup_steps:
         warmup += schedule.warmup_steps / steps_per_epoch
@@ -50,6 +53,18 @@ def make_optimizer(parameters: Any, config: Config, steps_per_epoch: int) -> tup
     if any(WARMUP in group for group in made.param_groups):
         return made, GroupsWarmUp(over_time, made, steps_per_epoch)
     return made, over_time
+
+
+def check_options(schedule: Schedule) -> None:
+    """Raise ``UsageError`` for options that timm would ignore, or take for others."""
+    for name, value in schedule.options.items():
+        known = MADE_FOR.get(name, (schedule.name,))
+        if schedule.name not in known:
+            refuse(f"schedule.options.{name}", value, f"with schedule.name {' or '.join(known)}, not {schedule.name}")
+    milestones = schedule.options.get("decay_milestones", [])
+    numbers = isinstance(milestones, list | tuple) and all(type(its) in (int, float) for its in milestones)
+    if not numbers or list(milestones) != sorted(milestones):
+        refuse("schedule.options.decay_milestones", milestones, "a list of epochs, in ascending order")
 
 
 class GroupsWarmUp:

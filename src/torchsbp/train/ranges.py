@@ -57,7 +57,8 @@ def check(options: Any, name: str = "") -> None:
             if isinstance(value, str) and repr(value) in str(its.type):
                 continue  # a word that the field's type allows instead of a number
             kinds = (int,) if whole else (int, float)
-            if not all(type(number) in kinds and number in allowed for number in numbers(value, optional)):
+            inside = all(type(number) in kinds and number in allowed for number in numbers(value, optional))
+            if not inside or value == []:
                 many = isinstance(value, list | tuple | dict)
                 one = "an integer" if whole else "a number"
                 refuse(path, value, f"{'numbers' if many else one} {allowed}{', or null' if optional else ''}")

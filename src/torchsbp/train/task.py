@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 import torchsbp
 from torchsbp import SBPConfig
 
+from ..adapters.blocks import blocks_of
 from ..errors import UsageError
 from .data.order import EvalOrder, TrainOrder
 from .data.samples import Samples
@@ -130,6 +131,11 @@ class Task:
         """Compile the model in place, or the parts of it that can be; ``mode`` is that of ``torch.compile``."""
         model.compile(mode=mode)
 
+    def sharded(self, model: nn.Module) -> list[str]:
+        """The names of the modules that FSDP shards one by one: nothing but a call of the module uses its parameters.
+        Raise ``UsageError`` if this task's model can't be sharded."""
+        return blocks_of(model)
+
     def parameters(self, model: nn.Module, optimizer: "Optimizer") -> Any:
         """The first argument for timm's ``create_optimizer_v2``: the model, or parameter groups of the task's own."""
         return model
@@ -149,7 +155,10 @@ class Task:
 
     def example(self, samples: int) -> tuple[Tensor, ...]:
         """Example inputs of the model, of so many samples, for ``torchsbp export``."""
-        raise UsageError(f"task {self.options.name} can't be exported: its class needs a method example(samples)")
+        raise UsageError(
+            f"task {self.options.name} can't be exported as a model: its class needs a method example(samples); "
+            "--format safetensors exports the weights"
+        )
 
     def metric(self, name: str) -> Metric:
         """The metric of this name; "ema_" before it, for averaged weights, makes no difference."""

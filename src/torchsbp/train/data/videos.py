@@ -22,6 +22,9 @@ from .pictures import frames_in, read_picture
 FILES = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
 SKIP = 8
 """within so many frames before a key frame, decoding on is faster than seeking to it"""
+PROGRAM_STREAM, PACK = "mpeg", b"\0\0\1\xba"
+"""MPEG program streams, many .mpg and .mpeg files: FFmpeg's name, and how they begin. They have no index: seeking in
+them is inexact, and the frames after it are wrong or have wrong times"""
 ROUNDING = 1e-6
 """tolerance for a time that rounding puts just before its frame"""
 
@@ -127,6 +130,12 @@ class WithTorchCodec(Video):
     def __init__(self, path: Path) -> None:
         from torchcodec.decoders import VideoDecoder
 
+        with path.open("rb") as file:
+            if file.read(len(PACK)) == PACK:
+                raise DataError(
+                    f"torchcodec finds wrong frames of {path}, an MPEG program stream: install PyAV (pip install "
+                    "'torchsbp[video]'), or convert it to mp4"
+                )
         self.path = path
         self.decoder = VideoDecoder(str(path), dimension_order="NHWC", num_ffmpeg_threads=1)
         about = self.decoder.metadata
@@ -174,6 +183,8 @@ class WithPyAV(Video):
         self.keys = [(number, seek_to) for number, (_, seek_to) in enumerate(shown) if seek_to is not None]
         if not self.keys:
             raise DataError(f"video {path} has no key frame")
+        if self.container.format.name == PROGRAM_STREAM:
+            self.keys = self.keys[:1]  # always decode from the beginning
         self.frames: Iterator[Any] = iter(())
         self.next = len(shown)
 

@@ -39,7 +39,7 @@ class Temporal:
     """decoder units of the first stage, the second stage, and the work memory"""
 
     def __post_init__(self) -> None:
-        if self.width % (2 * self.heads):
+        if self.width % max(1, 2 * self.heads):  # heads below 1 are refused with the other numbers
             raise UsageError(
                 f"task.temporal.width={self.width} is not allowed; allowed: multiples of 2 · heads = {2 * self.heads}"
             )

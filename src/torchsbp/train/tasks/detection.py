@@ -14,6 +14,7 @@ from torchvision.transforms import v2
 import torchsbp
 from torchsbp import SBPConfig
 
+from ...adapters.blocks import blocks_of
 from ...errors import DataError, UsageError
 from ..data.coco import Objects, open_coco
 from ..data.images import named
@@ -122,7 +123,8 @@ class Data:
     out; one more ends the run"""
 
     def __post_init__(self) -> None:
-        wrong = [side for bucket in self.buckets for side in bucket if side < 1 or side % self.multiple]
+        multiple = max(1, self.multiple)  # one below 1 is refused with the other numbers
+        wrong = [side for bucket in self.buckets for side in bucket if side < 1 or side % multiple]
         if wrong:
             refuse("task.data.buckets", self.buckets, f"sides that are multiples of task.data.multiple={self.multiple}")
 
@@ -144,6 +146,10 @@ class Augment:
     """the least and the largest height and width of the crop"""
     eval_short: int = field(default=800, metadata=COUNT)
     """the shorter side in evaluation"""
+
+    def __post_init__(self) -> None:
+        if self.crop_sides[0] > self.crop_sides[1]:
+            refuse("task.augment.crop_sides", list(self.crop_sides), "two integers, the first not above the second")
 
 
 @dataclass
@@ -280,6 +286,9 @@ class Detection(Task):
                 "set buckets, such as those of the coco recipes, or compile=false"
             )
         compile_backbone(model, len(shapes), mode)
+
+    def sharded(self, model: nn.Module) -> list[str]:
+        return [f"backbone.{name}" for name in blocks_of(model.get_submodule("backbone"))]
 
     def parameters(self, model: nn.Module, optimizer: "Optimizer") -> Any:
         assert isinstance(model, Detector)

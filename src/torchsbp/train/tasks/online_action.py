@@ -31,6 +31,7 @@ from ..online.lstr import LSTR, Temporal
 from ..online.segments import OVERLAPS
 from ..online.stream import Stream
 from ..optimizer import WARMUP
+from ..predictor import Predictor
 from ..ranges import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, SHARE_ABOVE_0, WORKERS, refuse
 from ..record import Metric
 from ..task import Task, TaskOptions
@@ -182,6 +183,11 @@ class OnlineAction(Task):
         assert isinstance(model, OnlineDetector)
         model.set_step(number)
 
+    def sharded(self, model: nn.Module) -> list[str]:
+        raise UsageError(
+            "parallel=fsdp does not go with task online_action, which uses parts of LSTR one by one: use ddp"
+        )
+
     def parameters(self, model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
         """Parameter groups: the encoder has a learning rate and a warm-up of its own; vectors have no weight decay."""
         if optimizer.layer_decay is not None:
@@ -206,6 +212,9 @@ class OnlineAction(Task):
 
     def weights_about(self) -> dict[str, str]:
         return {"classes": json.dumps(self.names)}
+
+    def predictor(self) -> Predictor:
+        raise UsageError("runs of task online_action see a video over time: use torchsbp detect RUN VIDEO")
 
     def follow(self, model: nn.Module, video: Video) -> tuple[list[float], np.ndarray]:
         """Follow a video frame by frame. Return the moments in seconds, and scores ``[moments, classes]``."""
