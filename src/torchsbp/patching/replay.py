@@ -242,7 +242,10 @@ class Residual(Replayed):
             first.shortcut = residual
             first.record(parts.shortcut, inner(kept, options))
         y = self.execute(module, Call(first, x, residual, rows, options, args, kwargs))
-        return (y, *args) if parts.passes else y
+        if not parts.passes:
+            return y
+        given = dict(zip(self.arguments[1:], args, strict=False)) | kwargs
+        return y, *(given[name] for name in self.arguments if name in given)
 
     def compute(self, module: nn.Module, x: Tensor, rows: R.Rows, *args: Any, **kwargs: Any) -> Any:
         parts: A.Residual = self.description
