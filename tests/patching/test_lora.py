@@ -11,7 +11,7 @@ from torchsbp import SBPConfig
 from torchsbp.patching.replay import Residual
 from torchsbp.patching.site import patched_modules
 
-from ..models import LEAN, TOKENS, WINDOWS, images
+from ..models import LEAN, PYRAMIDS, TOKENS, WINDOWS, images
 from ..oracle import check_definition, check_rule
 from ..steps import assert_gradients, distance, gradients_of, step
 
@@ -67,6 +67,13 @@ def test_adapters_that_torchvision_leaves_out_are_refused_later_too(layer):
     model = adapted(torchsbp.apply(WINDOWS["torchvision swin"].model(), 0.5), target_modules=rf".*\.{layer}")
     with pytest.raises(ValueError, match=rf"attn.{layer} is a LoRA layer, of which this block uses the weight alone"):
         model(WINDOWS["torchvision swin"].images())
+
+
+def test_where_a_second_run_reads_weights():
+    """MambaOut's second run takes a part of fc1 only; that of SAM would leave the adapters of qkv out."""
+    check_definition(adapted(PYRAMIDS["mambaout"].model()), SBPConfig(keep_ratio=0.5), PYRAMIDS["mambaout"].images())
+    with pytest.raises(ValueError, match=r"attn.qkv is peft.tuners.lora.layer.Linear; supported: torch.nn"):
+        torchsbp.apply(adapted(PYRAMIDS["sam"].bare()), 0.5)
 
 
 def test_two_adapters_equal_the_oracle():
