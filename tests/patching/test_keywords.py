@@ -70,6 +70,31 @@ def test_a_mask_that_is_given_by_position(attention):
     assert torchsbp.check(torchsbp.apply(model, 0.5), torch.randn(2, 3, 64, 96)).passed
 
 
+class Passing(Block):
+    """Which returns its other arguments too."""
+
+    def forward(self, hidden_states: Tensor, grid: tuple[int, int], note: str) -> tuple[Tensor, tuple[int, int], str]:
+        return super().forward(hidden_states), grid, note
+
+
+class PassingModel(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).mT
+        others = (4, 6), "note"
+        for layer in self.layers:
+            x, *found = layer(note=others[1], hidden_states=x, grid=others[0])
+            assert tuple(found) == others
+        return x.mean(1)
+
+
+def test_arguments_that_are_given_by_name_are_returned_in_their_order():
+    model = PassingModel(nn.MultiheadAttention, ())
+    model.layers = nn.ModuleList(Passing(nn.MultiheadAttention, ()) for _ in range(3))
+    block = Residual(mixers=(Mixer("attn", "norm"),), passes=True)
+    torchsbp.register(Adapter("passing", {Passing: block}, Layout(PassingModel, entry="patches", stages="layers")))
+    assert torchsbp.check(torchsbp.apply(model, 0.5), torch.randn(2, 3, 64, 96)).passed
+
+
 def test_they_compile():
     model = torchsbp.apply(Model(nn.MultiheadAttention, ("query", "key", "value")).double(), 0.5)
     check_compiled(model, torch.randn(2, 3, 64, 96, dtype=torch.double), "aot_eager", steps=2)

@@ -11,7 +11,7 @@ from torchsbp import SBPConfig
 from torchsbp.patching.replay import Residual
 from torchsbp.patching.site import patched_modules
 
-from ..models import LEAN, images
+from ..models import LEAN, PYRAMIDS, TOKENS, WINDOWS, images
 from ..oracle import check_definition, check_rule
 from ..steps import assert_gradients, distance, gradients_of, step
 
@@ -42,6 +42,38 @@ def test_gradients_equal_the_oracle_on_a_gpu(name):
 @pytest.mark.parametrize("name", ["convnext", "convnext 1×1 conv, drop path"])
 def test_convnext_equals_the_oracle(name):
     check_definition(adapted(LEAN[name].model()), SBPConfig(keep_ratio=0.5), images())
+
+
+@pytest.mark.parametrize("layers", [LAYERS, r".*\.qkv"])
+@pytest.mark.parametrize("name", ["eva02", "beit"])
+def test_adapters_that_the_model_leaves_out_take_no_part(name, layers):
+    """With biases of their own, timm's attention reads the weight of qkv and does not call the layer."""
+    check_definition(adapted(TOKENS[name].model(), target_modules=layers), SBPConfig(0.5), TOKENS[name].images())
+    model = adapted(torchsbp.apply(TOKENS[name].model(), 0.5))  # too late
+    with pytest.raises(ValueError, match=r"attn.qkv is a LoRA layer, of which this block uses the weight alone"):
+        model(TOKENS[name].images())
+
+
+@pytest.mark.parametrize("layer", ["qkv", "proj"])
+@pytest.mark.parametrize("name", ["torchvision swin", "torchvision swin v2", "video swin, own norm"])
+def test_adapters_that_torchvision_leaves_out_are_refused(name, layer):
+    model = adapted(WINDOWS[name].model(), target_modules=rf".*\.{layer}")
+    with pytest.raises(ValueError, match=rf"attn.{layer} is peft.tuners.lora.layer.Linear; supported: torch.nn"):
+        torchsbp.apply(model, 0.5)
+
+
+@pytest.mark.parametrize("layer", ["qkv", "proj"])
+def test_adapters_that_torchvision_leaves_out_are_refused_later_too(layer):
+    model = adapted(torchsbp.apply(WINDOWS["torchvision swin"].model(), 0.5), target_modules=rf".*\.{layer}")
+    with pytest.raises(ValueError, match=rf"attn.{layer} is a LoRA layer, of which this block uses the weight alone"):
+        model(WINDOWS["torchvision swin"].images())
+
+
+def test_where_a_second_run_reads_weights():
+    """MambaOut's second run takes a part of fc1 only; that of SAM would leave the adapters of qkv out."""
+    check_definition(adapted(PYRAMIDS["mambaout"].model()), SBPConfig(keep_ratio=0.5), PYRAMIDS["mambaout"].images())
+    with pytest.raises(ValueError, match=r"attn.qkv is peft.tuners.lora.layer.Linear; supported: torch.nn"):
+        torchsbp.apply(adapted(PYRAMIDS["sam"].bare()), 0.5)
 
 
 def test_two_adapters_equal_the_oracle():

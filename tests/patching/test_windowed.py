@@ -8,6 +8,7 @@ import torch._dynamo
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from transformers.models.donut.modeling_donut_swin import DonutSwinModel
 
 import torchsbp
 from torchsbp import SBPConfig
@@ -251,6 +252,24 @@ def test_transformers_backbone_and_windows_it_does_not_adapt():
     torchsbp.apply(torchsbp.remove(model), 0.5, blocks=1.0)
     with pytest.raises(ValueError, match=r"called with always_partition=True for a grid \(4, 4\) no larger than"):
         model(x)
+
+
+@pytest.mark.parametrize("act", ["gelu", "mish"])  # known part by part, or run again
+def test_windows_that_donut_does_not_adapt(act):
+    """Its stages pass ``always_partition`` on by position."""
+    torch.manual_seed(0)
+    sizes = {"image_size": 32, "patch_size": 4, "window_size": 8, "embed_dim": 12, "depths": [2], "num_heads": [2]}
+    plain = DonutSwinModel(transformers.DonutSwinConfig(**sizes, hidden_act=act, drop_path_rate=0.0)).double().train()
+    model = torchsbp.apply(copy.deepcopy(plain), 1.0)
+
+    def states(model):
+        x = torch.randn(2, 3, 24, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        return model.encoder(*model.embeddings(x), always_partition=True).last_hidden_state
+
+    torch.testing.assert_close(states(model), states(plain), rtol=1e-12, atol=1e-12)
+    torchsbp.apply(torchsbp.remove(model), 0.5, blocks=1.0)
+    with pytest.raises(ValueError, match=r"called with always_partition=True for a grid \(6, 10\) no larger than"):
+        states(model)
 
 
 def test_compiled_forward_has_no_second_run():

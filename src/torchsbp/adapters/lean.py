@@ -139,6 +139,8 @@ class TransformerBlock(Lean):
             widths = [getattr(find(block, name), "out_features", None) for name in self.qkv]
             if len(set(widths)) > 1:
                 yield f"{', '.join(self.qkv)} have {widths} outputs; supported: equally many"
+        if isinstance(self.qkv, str) and self.qkv not in self.classes and lora.is_lora(find(block, self.qkv)):
+            yield from left_out(self, block, self.qkv)
 
     def heads_of(self, block: nn.Module) -> int:
         return int(find(block, self.heads))
@@ -268,6 +270,14 @@ def check_linear(name: str, part: Any) -> Iterator[str]:
             f"{name} is {class_of(part)}; supported: torch.nn.Linear, torch.nn.Conv2d with a 1×1 kernel, and peft's "
             "LoRA of these"
         )
+
+
+def left_out(parts: Any, block: nn.Module, name: str) -> Iterator[str]:
+    """Yield why LoRA of a layer takes no part in the block's own forward: that reads the weight of this layer, whose
+    class is told, or to which separate biases are added."""
+    biases = [bias for bias in getattr(parts, "qkv_bias", ()) if find(block, bias) is not None]
+    if name in parts.classes or (biases and name == parts.qkv):
+        yield f"{name} is a LoRA layer, of which this block uses the weight alone"
 
 
 def _check_heads(name: str, part: Any) -> Iterator[str]:

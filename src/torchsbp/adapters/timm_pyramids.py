@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from . import windowed as W
 from .base import Adapter, Plain
 from .layouts import Grid, Layout, Stage, channels_last_grid, early_stages, member_names
-from .lean import ConvBlock, Downsample, TransformerBlock
+from .lean import LINEARS, ConvBlock, Downsample, TransformerBlock
 from .names import bare_name, find
 from .queries import at, attend, distance_bias, projections
 from .rerun import Mixer, Patches, PointwiseBlock, Residual
@@ -94,7 +94,7 @@ SAM = Adapter(
             kept_query_attention=sam_attention,
             mlp="mlp ls2",
             idle=("ls1",),
-            classes={"attn": ("timm.models.vision_transformer_sam.Attention",)},
+            classes={"attn": ("timm.models.vision_transformer_sam.Attention",), "attn.qkv": LINEARS},
         )
     },
 )
@@ -217,6 +217,8 @@ class LastChannels(Mixer):
     def input_of(self, block: nn.Module, x: Tensor) -> Tensor:
         norm, layer = (find(block, name) for name in self.source.split())
         width = find(block, self.name).in_channels
+        if type(layer) is not nn.Linear:  # such as LoRA
+            return layer(norm(x))[..., -width:].movedim(-1, 1)
         bias = None if layer.bias is None else layer.bias[-width:]
         return F.linear(norm(x), layer.weight[-width:], bias).movedim(-1, 1)
 

@@ -112,11 +112,16 @@ def shrunk_sizes(block: Any, grid: Grid) -> tuple[Grid, Grid]:
 CUT: dict[str, Any] = {"sizes": unshifted_sizes, "pads_first": True}
 
 
+def swin_attention(attention: str) -> dict[str, tuple[str, ...]]:
+    """Return the classes of its parts. It does not call its layers, but reads their weights: no LoRA."""
+    return {"attn": (f"torchvision.models.{attention}",), "attn.qkv": LINEARS, "attn.proj": LINEARS}
+
+
 def swin_block(attention: str, **changes: Any) -> Windowed:
-    """Describe a block that is run again. Its attention is of the class ``attention``, with a linear layer ``qkv``."""
+    """Describe a block that is run again. Its attention is of the class ``attention``."""
     description = Windowed(
         idle=("attn.attention_dropout", "attn.dropout"),
-        classes={"attn": (f"torchvision.models.{attention}",), "attn.qkv": LINEARS},
+        classes=swin_attention(attention),
         attention_drop="stochastic_depth",
         mlp_drop="stochastic_depth",
         kept_query_attention=W.torchvision_attention,
@@ -129,7 +134,7 @@ def lean_swin_block(attention: str, **changes: Any) -> WindowBlock:
     """Describe the same block, known part by part."""
     description = WindowBlock(
         idle=("attn.attention_dropout", "attn.dropout", "mlp.2", "mlp.4"),
-        classes={"attn": (f"torchvision.models.{attention}",), "mlp": ("torchvision.ops.misc.MLP",)},
+        classes=swin_attention(attention) | {"mlp": ("torchvision.ops.misc.MLP",)},
         softmax_scale="",
         drop1="stochastic_depth",
         fc1="mlp.0",

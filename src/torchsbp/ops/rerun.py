@@ -125,7 +125,8 @@ class _Rerun(torch.autograd.Function):
             kept = ctx.again(x_again, rows, *others)
         wanted = [t for t in (x_again, *others) if t.requires_grad]
         kept_dy = kept_of(dy, rows, options, kept.shape, ctx.dim)
-        found = iter(torch.autograd.grad(kept, wanted, kept_dy, allow_unused=True))
+        used = kept.requires_grad  # no: the block does not use what is trained of it
+        found = iter(torch.autograd.grad(kept, wanted, kept_dy, allow_unused=True) if used else [None] * len(wanted))
         dx, *grads = (next(found) if need else None for need in (needs.x, *needs_tensors))
         if options.weight_scale != 1:
             grads = [None if grad is None else grad * options.weight_scale for grad in grads]

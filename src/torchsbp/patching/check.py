@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -176,7 +177,7 @@ def install_gate(block: nn.Module, gate: GateLike, description: Any, config: SBP
     path: list[Tensor] = []
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-        path[:] = [next(iter((*args, *kwargs.values())))]
+        path[:] = [args[0] if args else kwargs[next(iter(signature(module.forward).parameters))]]
 
     def follow(module: nn.Module, args: Any, y: Tensor) -> None:
         path[:] = [y]

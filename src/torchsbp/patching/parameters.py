@@ -34,13 +34,13 @@ def stack(layers: list[tuple[Tensor, Tensor | None]]) -> tuple[list[Tensor], Ten
     return weights, torch.cat([w.new_zeros(w.shape[0]) if b is None else b for w, b in layers])
 
 
-def matrix(block: nn.Module, name: str) -> tuple[Tensor, Tensor | None]:
+def matrix(block: nn.Module, name: str, parts: L.Lean) -> tuple[Tensor, Tensor | None]:
     """Return weight, a matrix, and bias of a block's linear layer or 1×1 convolution; LoRA may be added any time."""
     layer = find(block, name)
     if isinstance(layer, (nn.Linear, nn.Conv2d)):
         weight, bias = affine(layer)
         return weight if weight.dim() == 2 else weight.flatten(1), bias
-    refuse(block, list(L.check_linear(name, layer)))
+    refuse(block, [*L.check_linear(name, layer), *L.left_out(parts, block, name)])
     return lora.weight(layer), layer.base_layer.bias
 
 
@@ -48,7 +48,7 @@ def attention_of(block: nn.Module, parts: L.TransformerBlock, rule: Rule) -> tup
     norm, scale, post_norm = find(block, parts.norm1), scale_of(block, parts.scale1), find(block, parts.post_norm1)
     q_norm, k_norm = find(block, parts.q_norm), find(block, parts.k_norm)
     (qkv_weight, *others), qkv_bias = qkv_of(block, parts)
-    inner_norm, proj = find(block, parts.attention_norm), matrix(block, parts.proj)
+    inner_norm, proj = find(block, parts.attention_norm), matrix(block, parts.proj, parts)
     qkv, norms = (qkv_weight, qkv_bias), (*affine(inner_norm), *affine(post_norm))
     params = AttentionParams(*affine(norm), *qkv, *affine(q_norm), *affine(k_norm), *proj, scale, *norms)
     if others:
@@ -73,7 +73,7 @@ def scale_of(block: nn.Module, name: str) -> Tensor | None:
 
 def qkv_of(block: nn.Module, parts: L.TransformerBlock) -> tuple[list[Tensor], Tensor | None]:
     """Return the weights (one, or three) and the bias of the projection to queries, keys and values."""
-    weights, bias = projection_of(block, parts.qkv)
+    weights, bias = projection_of(block, parts.qkv, parts)
     if find(block, parts.head_first):
         by_head = find(block, parts.heads), 3, -1
         weight, bias = (
@@ -88,20 +88,22 @@ def qkv_of(block: nn.Module, parts: L.TransformerBlock) -> tuple[list[Tensor], T
     return weights, torch.cat([q, torch.zeros_like(k), v])
 
 
-def projection_of(block: nn.Module, name: str | tuple[str, ...]) -> tuple[list[Any], Any]:
+def projection_of(block: nn.Module, name: str | tuple[str, ...], parts: L.Lean) -> tuple[list[Any], Any]:
     """Return weights and bias of what is named: a layer, a weight that is a parameter by itself, or several layers."""
     if not isinstance(name, str):
-        return stack([matrix(block, each) for each in name])
+        return stack([matrix(block, each, parts) for each in name])
     part = find(block, name)
     own = isinstance(part, Tensor)
     home, dot, own_name = name.rpartition(".")
-    weight, bias = (part, find(block, home + dot + own_name.replace("weight", "bias"))) if own else matrix(block, name)
+    weight, bias = (
+        (part, find(block, home + dot + own_name.replace("weight", "bias"))) if own else matrix(block, name, parts)
+    )
     return [weight], bias
 
 
 def mlp_of(block: nn.Module, norm_name: str, parts: Any) -> tuple[MLPParams, MLPSpec]:
     norm, post_norm = find(block, norm_name), find(block, getattr(parts, "post_norm2", ""))
-    ((weight1, *value), bias1), fc2 = projection_of(block, parts.fc1), matrix(block, parts.fc2)
+    ((weight1, *value), bias1), fc2 = projection_of(block, parts.fc1, parts), matrix(block, parts.fc2, parts)
     act = activation_of(find(block, parts.act))
     assert act is not None
     act = GATED + act if getattr(parts, "gated", False) else act

@@ -242,7 +242,10 @@ class Residual(Replayed):
             first.shortcut = residual
             first.record(parts.shortcut, inner(kept, options))
         y = self.execute(module, Call(first, x, residual, rows, options, args, kwargs))
-        return (y, *args) if parts.passes else y
+        if not parts.passes:
+            return y
+        given = self.named(args, kwargs)
+        return y, *(given[name] for name in self.arguments if name in given)
 
     def compute(self, module: nn.Module, x: Tensor, rows: R.Rows, *args: Any, **kwargs: Any) -> Any:
         parts: A.Residual = self.description
@@ -294,9 +297,9 @@ class Mixer(Inside):
         mixer: A.Mixer = self.part
         assert replay.rows is not None
         everything = x if mixer.whole else mixer.input_of(self.block, R.new_value(replay.x))
-        others = [everything if arg is x else arg for arg in args]  # keys and values, if they are x as queries are
+        others = tuple(everything if arg is x else arg for arg in args)  # keys and values, if they are x as queries are
         named = {name: everything if arg is x else arg for name, arg in kwargs.items()}
-        arguments = dict(zip(self.arguments[1:], others, strict=False)) | named
+        arguments = self.named(others, named)
         attention = kept_query_attention_of(module, arguments)
         if attention is not None:
             kept = R.take_map(x, replay.rows, mixer.dim) if mixer.whole else x

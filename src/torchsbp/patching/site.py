@@ -29,6 +29,10 @@ class Strategy:
     def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return original(module)(*args, **kwargs)
 
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return by name what the module was given besides its first argument."""
+        return dict(zip(self.arguments[1:], args, strict=False)) | kwargs
+
     def check(self, module: nn.Module) -> None:
         """Raise UsageError if the module is no longer as it was described."""
 

@@ -1,6 +1,7 @@
 """Strategies of blocks with attention in windows, known part by part or run again on kept rows, and of a norm behind
 their last sum."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -25,11 +26,11 @@ class WindowBlock(TransformerBlock):
 
     def run(self, module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         parts: A.WindowBlock = self.description
-        given, x = x, R.channels_last(x, parts.dim)
-        kept, grid = self.sampling.kept(x.shape[0], R.count(x)), grid_of(x, *args, **kwargs)
+        given, x, arguments = x, R.channels_last(x, parts.dim), self.named(args, kwargs)
+        kept, grid = self.sampling.kept(x.shape[0], R.count(x)), grid_of(x, arguments)
         if kept.windows is not None:
-            parts.check_call(module, grid, kwargs)
-        partition = parts.partition(module, grid, bool(kwargs.get(parts.fixed)))
+            parts.check_call(module, grid, arguments)
+        partition = parts.partition(module, grid, bool(arguments.get(parts.fixed)))
         cut = cut_all(partition, x.device) if kept.windows is None else kept.windows.cut
         # Before stochastic depth is drawn, as in the block's own forward: the bias may be random.
         bias = parts.score_bias(find(module, parts.attention), partition.window).flatten(0, -3)
@@ -38,9 +39,9 @@ class WindowBlock(TransformerBlock):
         return self.returned(through(module, parts.last, R.channels_back(self.block(x, block, cut), parts.dim, given)))
 
 
-def grid_of(x: Tensor, *args: Any, **kwargs: Any) -> Grid:
+def grid_of(x: Tensor, arguments: Mapping[str, Any]) -> Grid:
     """Return the grid of a map, or the one that transformers passes along with tokens."""
-    return tuple(x.shape[1:-1]) if x.dim() > 3 else tuple(args[0] if args else kwargs["input_dimensions"])
+    return tuple(x.shape[1:-1] if x.dim() > 3 else arguments["input_dimensions"])
 
 
 @runs(A.Last)
@@ -65,7 +66,7 @@ class Windowed(Residual):
         parts: A.Windowed = self.description
         windows = self.windows(x)
         if windows is not None:
-            parts.check_call(module, windows.grid, kwargs)
+            parts.check_call(module, windows.grid, self.named(args, kwargs))
         y = super().run(module, x, *args, windows=windows, **kwargs)
         return (y, None) if parts.pair else y
 
