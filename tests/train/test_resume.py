@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -57,8 +58,12 @@ def test_resumed_from_any_checkpoint_it_ends_the_same(whole, tmp_path, step):
 def test_killed_in_every_phase_it_ends_the_same(whole, tmp_path):
     path = recipe(tmp_path, checkpoint={"every_steps": 1})
     chance = random.Random(0)
-    found = [killed(path, phase, 1, chance) for phase in PHASES]
-    assert None not in found
+    for phase in PHASES:
+        tries = 5
+        while killed(path, phase, 1, chance) is None:  # on a busy machine it had ended: then again from the beginning
+            tries -= 1
+            assert tries
+            shutil.rmtree(path.parent / "run")
     assert_same(whole, ended(path))
 
 
