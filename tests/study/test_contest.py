@@ -30,10 +30,13 @@ def test_a_contest_runs_resumes_and_draws_its_tables(data, tmp_path, capfd):
     table = (tmp_path / "contest.md").read_text()
     assert "| vit | mlp rows 0.25 | 2 | " in table
     assert "No table at equal time" in table
-    assert table in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert said.startswith("2 runs, 1 at a time; 0 were done before\n")
+    assert table in said
     assert (tmp_path / "contest.svg").read_text().startswith("<svg xmlns=")
     assert study("contest", data, tmp_path, *options) == 0
     assert len(rows_of("contest", tmp_path)) == len(rows)
+    assert capfd.readouterr().out.startswith("0 runs, 1 at a time; 2 were done before\n")
 
 
 def test_results_have_the_commit_of_the_checkout(tmp_path, monkeypatch):

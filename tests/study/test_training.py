@@ -9,6 +9,7 @@ import torch
 
 from torchsbp import kept
 from torchsbp.study import saved
+from torchsbp.study import training as training_module
 from torchsbp.study.arms import ARMS, GRIDS, enters
 from torchsbp.study.data import Data
 from torchsbp.study.models import MODELS, build
@@ -30,6 +31,16 @@ def test_exact_arms_train_the_same_model(data, model):
     full = losses(data, model, "full")
     assert losses(data, model, "exact") == pytest.approx(full, rel=2e-3)
     assert losses(data, model, "checkpoint") == pytest.approx(full, rel=1e-5)
+
+
+def test_a_long_run_says_how_far_it_is(data, monkeypatch, capsys):
+    found = losses(data, "vit", "full")
+    assert capsys.readouterr().out == ""  # it was too short
+    monkeypatch.setattr(training_module, "TOLD_EVERY", 0.0)
+    losses(data, "vit", "full")
+    run = "vit, full, 2 epochs, lr 1, drop path 0, seed 0"
+    expected = [f"{run}: epoch {i + 1} of 2, loss {loss:.3f}" for i, loss in enumerate(found)]
+    assert capsys.readouterr().out.splitlines() == expected
 
 
 @pytest.mark.parametrize("model, arm", CASES)

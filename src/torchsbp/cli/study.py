@@ -55,6 +55,7 @@ def run(argv: list[str]) -> None:
     if not runs:
         raise UsageError(f"nothing to run: no arm of {args.name} for these --models, or no --lr")
     left = not_done(args.name, runs, settings, args.out)
+    print(f"{len(left)} runs, {max(1, args.jobs)} at a time; {len(runs) - len(left)} were done before", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     if study.at_trained_weights and left:
         for model in dict.fromkeys(its.model for its in left):

@@ -30,6 +30,8 @@ from .saved import Saved, write
 
 WARM = 3
 """Warm-up steps before one is captured."""
+TOLD_EVERY = 60.0
+"""Seconds between two lines that say how far a run is."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class Training:
     def begin(self, run: Run) -> None:
         """Go back to the first step, with the run's initial weights. Its model, arm and stochastic depth must be those
         of the constructor's run."""
-        self.run, self.advance = run, self.ways[0]
+        self.run, self.advance, self.told = run, self.ways[0], time.monotonic()
         torch.manual_seed(run.seed)
         first = fresh(run, self.settings, self.data).state_dict().values()  # in order, as "qkv-local" has other names
         for tensor, value in zip(self.model.state_dict().values(), first, strict=True):
@@ -152,11 +154,16 @@ class Training:
 
     def epoch(self, number: int, length: int | None = None) -> float:
         """Train epoch ``number``, from 0, of a run of that length (by default its own). Return the mean loss."""
-        self.fill(number, length or self.run.epochs)
+        length = length or self.run.epochs
+        self.fill(number, length)
         for _ in range(self.steps):
             self.advance()
         wait(self.data.device)
-        return float(self.loss) / self.steps
+        loss = float(self.loss) / self.steps
+        if time.monotonic() > self.told + TOLD_EVERY:
+            print(f"{self.run.name}: epoch {number + 1} of {length}, loss {loss:.3f}", flush=True)
+            self.told = time.monotonic()
+        return loss
 
     def fill(self, number: int, length: int) -> None:
         """Fill in what the steps of an epoch read."""
