@@ -3,6 +3,9 @@
 import fcntl
 import re
 import subprocess
+import sys
+import time
+from pathlib import Path
 from threading import Thread
 
 import numpy as np
@@ -64,6 +67,29 @@ def test_several_runs_at_once_are_processes_of_their_own(data, tmp_path):
     (mine,) = (row["loss"] for row in rows if row["arm"] == "full" and "loss" in row)
     assert study("contest", data, tmp_path / "here", *options[:-1], "0", "--arms", "full") == 0
     assert [row["loss"] for row in rows_of("contest", tmp_path / "here") if "loss" in row] == [pytest.approx(mine)]
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="asks Linux for the processes of a process")
+def test_runs_end_with_a_study_that_is_killed(data, tmp_path):
+    command = [sys.executable, "-m", "torchsbp", "study", "contest", "--data", str(data), "--out", str(tmp_path)]
+    options = ["--size", "toy", "--eager", "--batch", "16", "--models", "vit", "--arms", "full", "--epochs", "1,100000"]
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as study:
+        assert study.stdout is not None
+        next(line for line in study.stdout if "epoch 1, accuracy" in line)  # its second length is being trained
+        children = Path(f"/proc/{study.pid}/task/{study.pid}/children").read_text().split()
+        study.kill()
+    assert children
+    end = time.monotonic() + 20
+    while any(map(alive, children)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not [pid for pid in children if alive(pid)]
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_process_takes_runs_of_one_arm_first(data, tmp_path):

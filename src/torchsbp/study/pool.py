@@ -4,12 +4,14 @@ A process takes one run after the other. It prefers one of the same model and ar
 """
 
 import multiprocessing
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import takewhile
 from multiprocessing.connection import Connection, wait
+from threading import Thread
 
 from .training import Place, Row, Run, Settings
 
@@ -30,11 +32,20 @@ def reported(work: Work, run: Run, settings: Settings, place: Place) -> Iterator
 
 def work_on(pipe: Connection, work: Work, settings: Settings, place: Place) -> None:
     """The child's loop: do runs from the pipe until it gives None or a run fails, which may leave a GPU unusable."""
+    Thread(target=end_with_parent, daemon=True).start()
     while (run := pipe.recv()) is not None:
         for row in reported(work, run, settings, place):
             pipe.send(row)
             if "error" in row:
                 return
+
+
+def end_with_parent() -> None:
+    """Wait until the parent has ended, then end this process. A killed parent leaves its children as they are."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def labelled(run: Run, row: Row) -> Row:
