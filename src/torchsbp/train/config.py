@@ -220,6 +220,11 @@ class Config:
         if warmup >= self.epochs:
             refuse("schedule.warmup_epochs", warmup, f"a number in [0, epochs={self.epochs})")
 
+    @property
+    def compile_mode(self) -> str | None:
+        """The mode of ``torch.compile``; None is its default."""
+        return self.compile if isinstance(self.compile, str) else None
+
     def accumulate(self, processes: int) -> int:
         """How many forwards one process runs per update."""
         micro = self.batch // processes if self.micro_batch is None else self.micro_batch
