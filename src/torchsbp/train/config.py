@@ -68,9 +68,9 @@ class SBP(SBPFields):
         if self.preset == "none":
             return None
         changes = {"seed": seed, **self.given()}
-        if changes.pop("schedule", None):
-            assert self.schedule is not None
-            points = tuple((round(epoch * forwards_per_epoch), _tuple(ratio)) for epoch, ratio in self.schedule)
+        schedule = changes.pop("schedule", None)
+        if schedule is not None:
+            points = tuple((round(epoch * forwards_per_epoch), _tuple(ratio)) for epoch, ratio in schedule)
             changes["keep_ratio"] = Milestones(points)
         return SBPConfig.preset(self.preset, **changes)
 
