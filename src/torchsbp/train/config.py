@@ -12,6 +12,7 @@ from torchsbp.sampling.schedules import Milestones
 
 from ..errors import UsageError
 from .ranges import COUNT, NOT_NEGATIVE, POSITIVE, SHARE_ABOVE_0, SHARE_BELOW_1, check, ranged, refuse
+from .record import BESIDE
 from .task import TaskOptions
 from .tasks import DEFAULT
 
@@ -250,13 +251,14 @@ def plain(value: Any) -> Any:
 
 
 def differences(before: dict[str, Any], now: Any, name: str = "") -> list[str]:
-    """List the changed options as ``name=value instead of value``, without those that do not change training (folder,
-    log, checkpoints). ``before`` is a recorded configuration, maybe of an earlier version: a field that it lacks is
-    compared by its default."""
+    """List the changed options as ``name=value instead of value``, but for those in ``BESIDE``.
+
+    ``before`` is a recorded configuration, maybe of an earlier version: a field that it lacks is compared by its
+    default."""
     found = []
     for its in fields(now):
         path, value = f"{name}.{its.name}" if name else its.name, getattr(now, its.name)
-        if path in ("out", "resume", "log", "checkpoint", "throughput"):
+        if path in BESIDE:
             continue
         if is_dataclass(value):
             found += differences(before.get(its.name, {}), value, path)
