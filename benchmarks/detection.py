@@ -346,7 +346,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = result.parse_args(argv)
     args.bf16 = True
     if args.show:
-        print(markdown(json.loads(args.show.read_text())["rows"]))
+        print(markdown(commandline.read(args.show)))
         return
     rows: list[Row] = []
     with suppress(BrokenPipeError):
@@ -354,9 +354,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows = children.replaced(rows, row, ("model", "batch", "mode", "method"))
             add_ratios(rows)
             print(json.dumps(row), flush=True)
-            if args.out:
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(json.dumps({"environment": commandline.environment(args), "rows": rows}, indent=1))
+            commandline.write(args, rows)
         print(markdown(rows), flush=True)
 
 

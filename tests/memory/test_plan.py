@@ -286,7 +286,7 @@ def test_a_plan_for_a_part_of_the_model_says_so_and_names_no_batch():
         torchsbp.plan(detector, shape, "64MiB", configs=["full"])
     assert [candidate.fits for candidate in error.value.tried] == [False]
     with pytest.raises(UsageError, match="only backbone of the model can be estimated: its largest batch is not known"):
-        largest_batch(detector, shape, "8GiB")
+        largest_batch(detector, shape, 8 * 2**30)
 
 
 def nn_chain() -> nn.Module:

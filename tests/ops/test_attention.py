@@ -8,6 +8,7 @@ from torchsbp.ops import reference
 from torchsbp.ops.attention import attention_branch
 from torchsbp.ops.heads import AttentionParams, AttentionSpec
 from torchsbp.ops.layers import COSINE, NO_NORM, BackwardOptions, Norm, norm_again, norm_backward
+from torchsbp.ops.rows import RowWeight
 from torchsbp.ops.rules import RULES
 from torchsbp.ops.window_attention import NO_WINDOWS, one_window
 
@@ -28,7 +29,7 @@ def spec_of(rule: str, **kw) -> AttentionSpec:
 
 def check(x, dy, p, rows, heads, spec, factor=None, options=BackwardOptions(), cut=NO_WINDOWS):
     ours = attention_branch(x, rows, p, spec, heads=heads, factor=factor, options=options, cut=cut)
-    theirs = reference.attention_branch(x, rows, p, spec, heads, factor, options.scope, cut=cut)
+    theirs = reference.attention_branch(x, rows, p, spec, heads, factor, options.scope, options.row_weight, cut)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     assert_same_gradients(gradients(ours, dy, (x, *p)), gradients(theirs, dy, (x, *p)))
 
@@ -43,6 +44,12 @@ def test_rows_equal_reference(ratio, rule, scope, fused, recompute):
     factor = torch.tensor([0.0, 1.0, 2.0], dtype=x.dtype)
     spec = spec_of(rule, fused=fused)
     check(x, dy, p, kept_rows(B, N, ratio), None, spec, factor, BackwardOptions(scope, recompute))
+
+
+@pytest.mark.parametrize("rule", ["query", "qkv"])
+def test_weighted_rows_equal_reference(rule):
+    x, dy, p = inputs()
+    check(x, dy, p, kept_rows(B, N, 0.25), None, spec_of(rule), options=BackwardOptions(row_weight=RowWeight(4.0)))
 
 
 @pytest.mark.parametrize("recompute", [True, False])

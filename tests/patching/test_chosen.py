@@ -140,5 +140,6 @@ def test_check_knows_them_and_kept_says_that_they_are_not_held():
 
 
 def test_frames_are_not_chosen_in_backward():
-    with pytest.raises(UsageError, match="unknown sampler 'norm'"):
+    message = r"sampler='norm' chooses in backward, when every frame has been encoded; allowed here: 'random', 'st"
+    with pytest.raises(UsageError, match=message):
         torchsbp.sbp_frames(torch.nn.Flatten(2), torch.randn(1, 4, 3, 8, 8), 0.5, sampler="norm", step=0)

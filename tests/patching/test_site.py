@@ -3,7 +3,8 @@
 import copy
 import inspect
 import pickle
-from dataclasses import fields
+import re
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import torchsbp
 from torchsbp import adapters
 from torchsbp.adapters import Adapter, Layout, Mixer, Residual
+from torchsbp.errors import UsageError
 from torchsbp.patching import entry, replay, sampled, site
 from torchsbp.patching.check import install_gates
 from torchsbp.sampling.masks import Forward, Kept, Masks, SiteSpec
@@ -150,5 +152,19 @@ def test_the_same_in_the_entry():
     model.patches.sbp = nn.Linear(1, 1)
     message = r"parts: the entry, torch.nn.modules.conv.Conv2d: a part of it is called 'sbp'"
     with pytest.raises(ValueError, match=message):
+        torchsbp.apply(model)
+    assert not any(isinstance(m, site.Site) for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    "entry, found", [("patch_embed", "missing"), ("act", "torch.nn.modules.activation.GELU"), ("scale", "builtins.int")]
+)
+def test_an_entry_that_is_no_module_with_a_parameter_is_refused(entry, found):
+    model = build([])
+    model.act, model.scale = nn.GELU(), 2
+    (adapter,) = (its for its in adapters.ADAPTERS if its.name == "parts")
+    torchsbp.register(replace(adapter, layouts=Layout(Model, entry=entry, stages="layers")))
+    message = f"parts: the entry '{entry}' of {Model.__module__}.Model is {found}; allowed: the name of a module with"
+    with pytest.raises(UsageError, match=re.escape(message)):
         torchsbp.apply(model)
     assert not any(isinstance(m, site.Site) for m in model.modules())

@@ -17,7 +17,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 def write_run(folder: Path, seed: int, preset: str, gain: float, finished: bool = True) -> Path:
     folder.mkdir()
-    config = {"out": str(folder), "seed": seed, "sbp": {"preset": preset}}
+    config = {"out": str(folder), "seed": seed, "checkpoint": {"keep": 1 + seed}, "sbp": {"preset": preset}}
     environment = {"device": "CPU", "memory": "saved activations", "torch": "2.11", "processes": 1}
     lines = [{"kind": "run", "step": 0, "config": config, "environment": environment, "steps": 40}]
     for epoch in range(1, 5):

@@ -93,5 +93,5 @@ def test_batch_norm_in_training_is_refused():
 def test_bad_ratio_and_sampler():
     with pytest.raises(ValueError, match=r"in \(0, 1\], found 0"):
         torchsbp.sbp_frames(encoder(), VIDEO, 0, step=0)
-    with pytest.raises(ValueError, match="unknown sampler 'frame'"):
+    with pytest.raises(ValueError, match="sampler='frame' is unknown; allowed here: 'random', 'stratified', 'frames'"):
         torchsbp.sbp_frames(encoder(), VIDEO, 0.5, step=0, sampler="frame")

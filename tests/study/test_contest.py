@@ -137,6 +137,13 @@ def test_other_settings_in_one_folder_are_refused(data, tmp_path, capfd):
     assert "has results of contest with images 0; use the same, or another --out" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--jobs", "--images"])
+def test_counts_below_0_are_refused(option, data, tmp_path, capfd):
+    with pytest.raises(SystemExit):
+        study("contest", data, tmp_path, option, "-1")
+    assert f"argument {option}: '-1' is not a whole number, 0 or more" in capfd.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_failure_is_told_and_the_others_go_on(data, tmp_path):
     with np.load(data) as arrays:

@@ -1,6 +1,9 @@
-"""What counts as a changed setting when a run is resumed."""
+"""How options are read, and what counts as a changed setting when a run is resumed."""
 
+import json
 from dataclasses import asdict, replace
+
+import pytest
 
 from torchsbp.cli.recipe import parse
 from torchsbp.train.config import EMA, Config, differences, plain
@@ -42,3 +45,11 @@ def test_options_of_train_have_the_spellings_of_the_other_commands():
     assert (found.precision, found.channels_last, found.sbp.keep_ratio, found.seed) == ("bfloat16", True, 0.25, 7)
     assert parse("train", ["digits", "--precision=fp32"]).precision == "float32"
     assert parse("train", ["digits", "--precision=fp16"]).precision == "float16"
+
+
+@pytest.mark.parametrize("length", [300, 2000])
+def test_a_text_may_be_longer_than_any_file_name(length):
+    """The operating system refuses to look for such a file."""
+    text = json.dumps({"name": "classification", "model": {"name": "x" * length}})
+    assert parse("train", ["digits", "--task", text]).task.model.name == "x" * length
+    assert parse("train", ["--config", json.dumps({"task": json.loads(text)})]).task.model.name == "x" * length

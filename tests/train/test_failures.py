@@ -433,8 +433,10 @@ def test_compiled_training_equals_eager(tmp_path, monkeypatch):
 def test_the_compiler_is_told_its_mode(tmp_path, monkeypatch, option, mode):
     modes = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, mode: modes.append(mode))
-    code, _ = run(tmp_path, "--epochs=1", "--schedule.warmup_epochs=0", f"--compile={option}")
+    code, folder = run(tmp_path, "--epochs=1", "--schedule.warmup_epochs=0", f"--compile={option}")
     assert (code, modes) == (0, [mode])
+    assert evaluate([str(folder)]) == 0
+    assert modes == [mode, mode]
 
 
 def test_replace_file_keeps_the_old_one_when_writing_fails(tmp_path):

@@ -111,6 +111,19 @@ def test_thumos_s_layout_trains(tmp_path):
     assert lines(tmp_path / "run")[-2]["map"] > 0
 
 
+def test_weights_are_not_evaluated_with_other_classes(tmp_path, capsys):
+    """Of the same number: what is found would be called by other names."""
+    root = layout(tmp_path / "data")
+    targets(root)
+    options = [f"--task.data.root={root}", "--task.data.source=thumos", "--task.data.valid=train", "--epochs=1"]
+    assert train(["online", *SMALL, *options, "--schedule.warmup_epochs=0", f"--out={tmp_path / 'run'}"]) == 0
+    names = (root / "classes.txt").read_text().split()
+    (root / "classes.txt").write_text("\n".join(reversed(names)))
+    assert evaluate([str(tmp_path / "run")]) == 1
+    told = f"error: validation data have the columns {['Background', *reversed(names), 'Ambiguous']}, the weights ['Ba"
+    assert told in capsys.readouterr().err
+
+
 def test_without_any_action_metrics_are_0(tmp_path):
     root = layout(tmp_path / "data", ["video_validation_0000051,Diving,26,3.0,3.0,0,0"])
     targets(root)

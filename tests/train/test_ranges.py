@@ -111,6 +111,7 @@ def test_options_that_the_schedule_would_ignore_are_refused(options, message):
             "schedule=[[0, 1.0], [2.5, 3.0]]",
             "sbp.schedule at epoch 2.5: keep_ratio must be a number in (0, 1]",
         ),
+        ("schedule=[]", "the steps of points must start at 0 and increase strictly, found []"),
     ],
 )
 def test_the_numbers_of_sbp_are_checked_when_they_are_read(option, message):

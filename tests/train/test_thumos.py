@@ -227,6 +227,12 @@ def test_annotations_that_are_none_are_refused(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert main(["targets", str(tmp_path / "empty"), str(tmp_path), "--split", "x"]) == 1
     assert "expected CLASS_val.txt or CLASS_test.txt" in capsys.readouterr().err
+    (tmp_path / "empty" / "Diving_val.txt").write_bytes(b"video\xff 1 2")
+    assert main(["targets", str(tmp_path / "empty"), str(tmp_path), "--split", "x"]) == 1
+    assert "Diving_val.txt can't be read: no text ('utf-8' codec" in capsys.readouterr().err
+    (tmp_path / "val.csv").write_text(f'video,type,start,end\n"{"never closed" * 11_000}')
+    assert targets(tmp_path) == 1
+    assert "val.csv can't be read: field larger than field limit" in capsys.readouterr().err
 
 
 def test_broken_layouts_are_refused_with_the_line_of_the_list(tmp_path):

@@ -197,10 +197,14 @@ class Adapter:
         return not isinstance(self.describe(block), Plain)
 
 
+def several(descriptions: Descriptions) -> tuple[Description, ...]:
+    return descriptions if isinstance(descriptions, tuple) else (descriptions,)
+
+
 def fitting(descriptions: Descriptions, module: nn.Module) -> Description | None:
     """Return the first description that fits the module. If none fits, return the one with the fewest problems, which
     the user is told; of several the last, and never ``Plain``."""
-    choices = descriptions if isinstance(descriptions, tuple) else (descriptions,)
+    choices = several(descriptions)
     counts = [len(list(its.problems(module))) for its in choices]
     if 0 in counts:
         return choices[counts.index(0)]

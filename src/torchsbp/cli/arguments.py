@@ -42,6 +42,12 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
+    return int(text)
+
+
 def sizes(text: str) -> tuple[int, ...]:
     return tuple(positive(part.strip()) for part in text.split(","))
 

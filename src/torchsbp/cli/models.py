@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..adapters import ADAPTERS, Adapter, Layout, find_backbones
-from ..adapters.base import Description, Descriptions
+from ..adapters.base import Descriptions, several
 from ..adapters.blocks import block_classes
 from ..adapters.names import bare_name, qualified
 from ..config import SBPConfig, resolved
@@ -57,10 +57,6 @@ def families() -> list[dict[str, Any]]:
 def kinds(descriptions: Descriptions) -> list[str]:
     """The kinds of these descriptions, in the order in which they are tried."""
     return list(dict.fromkeys(its.kind for its in several(descriptions)))
-
-
-def several(descriptions: Descriptions) -> tuple[Description, ...]:
-    return descriptions if isinstance(descriptions, tuple) else (descriptions,)
 
 
 def list_families(found: list[dict[str, Any]]) -> str:

@@ -30,15 +30,15 @@ def run(argv: list[str]) -> None:
         help="the largest batch with every usual configuration, or with the given one; measured if a GPU is here",
     )
     args = arguments.parse_args(argv)
-    memory = parse_size(args.memory) if args.memory is not None else memory_here()
+    memory = memory_here() if args.memory is None else args.memory
     named = find_model(args.model, args.size, args.channels_last, args.shape)
     configs = [sbp_config(args)] if sbp_options(args) else None
     if args.largest_batch:
-        return show_largest(args, named, memory, configs)
+        return show_largest(args, named, parse_size(memory), configs)
     found = plan(
         named.build,
         (args.batch, *named.shape),
-        f"{memory}B",
+        memory,
         precision=args.precision,
         optimizer=args.optimizer,
         configs=configs,

@@ -3,6 +3,7 @@
 import argparse
 from dataclasses import fields, is_dataclass
 from importlib.resources import files
+from os.path import isfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
 
     from ..train.config import Config
 
-LONGEST = 1024
-"""the longest text that may be a path"""
 RECIPES = Path(str(files("torchsbp") / "recipes"))
 
 
@@ -26,7 +25,7 @@ def recipes() -> list[str]:
 def find_recipe(name: str) -> Path:
     """A shipped recipe by name, or any file."""
     for path in (Path(name), RECIPES / f"{name}.yaml"):
-        if path.is_file():
+        if isfile(path):
             return path
     raise UsageError(f"no recipe {name!r}: neither a file nor one of {', '.join(recipes())}")
 
@@ -64,7 +63,7 @@ def files_of(argv: list[str]) -> list[str]:
     """The recipe files among the arguments."""
     words = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     words.add_argument("--config", dest="paths", action="append", default=[])
-    return [path for path in words.parse_known_args(argv)[0].paths if "\n" not in path and Path(path[:200]).is_file()]
+    return [path for path in words.parse_known_args(argv)[0].paths if isfile(path)]
 
 
 def sections(task: str) -> dict[str, Any]:
@@ -141,8 +140,7 @@ def read(text: str) -> Any:
     import yaml
 
     try:
-        is_file = len(text) < LONGEST and Path(text).is_file()  # the operating system refuses longer paths
-        return of_file(text) if is_file else yaml.safe_load(text)
+        return of_file(text) if isfile(text) else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError):
         return None
 

@@ -22,7 +22,7 @@ from ..study.models import MODELS, SIZES
 from ..study.optimizer import OPTIMIZERS
 from ..study.plan import Plan
 from ..study.training import Place, Row, Settings, trained
-from .arguments import positive
+from .arguments import natural, positive
 
 PURPOSE = "small experiments: ways to take gradients, against each other"
 
@@ -139,14 +139,14 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--seeds", type=positive, default=1, help="how many")
     parser.add_argument("--batch", type=positive, default=defaults.batch)
-    parser.add_argument("--images", type=int, default=0, help="the first so many; 0: all")
+    parser.add_argument("--images", type=natural, default=0, help="the first so many; 0: all")
     parser.add_argument("--masks", type=positive, default=defaults.masks, help="to compare gradients by")
     parser.add_argument(
         "--size", choices=SIZES, default=defaults.size, help="of the models: small for a CPU, toy for a test"
     )
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--uncaptured", action="store_true", help="steps are not CUDA graphs")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once; 0: one after the other, in this process")
+    parser.add_argument("--jobs", type=natural, default=1, help="runs at once; 0: one after the other, in this process")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for everything: then it ends")
     parser.add_argument("--commit", help="to be recorded, instead of what git says")
     return parser.parse_args(argv)

@@ -52,7 +52,7 @@ def largest(
     """Return the largest batch that fits in ``usable`` bytes; the search begins at ``shape[0]``. With ``measure``, the
     predicted batch is made smaller until its measured peak fits too."""
     config = resolved_for(model, config)
-    batch = largest_batch(model, shape, f"{usable}B", config, precision, optimizer)
+    batch = largest_batch(model, shape, usable, config, precision, optimizer)
     measured = None
     while measure is not None and batch > 0:
         measured = measure(batch, config)

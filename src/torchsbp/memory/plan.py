@@ -197,7 +197,6 @@ def plan(
     """
     total = parse_size(memory)
     usable, model = usable_of(total, headroom), build(model)
-    room = f"{usable}B"
     check_configs(configs)
     order = levels(model) if configs is None else [[resolved_for(model, config)] for config in configs]
     found: dict[tuple[int, int], Estimate] = {}
@@ -210,13 +209,15 @@ def plan(
     def tried() -> list[Candidate]:
         return [Candidate.of(order[level][i], found[level, i], usable) for level, i in sorted(found)]
 
+    def largest(config: Config) -> int:
+        return largest_batch(model, input_shape, usable, config, precision, optimizer, loss=loss)
+
     for level, configs_ in enumerate(order):
         if not fits(level, len(configs_) - 1):  # the leanest of its level: if that is too much, so are the others
             continue
         chosen = next(i for i in range(len(configs_)) if fits(level, i))
         config, its = configs_[chosen], found[level, chosen]
-        batch = None if its.covers else largest_batch(model, input_shape, room, config, precision, optimizer, loss=loss)
-        return Plan(config, its, tried(), batch, total, usable)
+        return Plan(config, its, tried(), None if its.covers else largest(config), total, usable)
 
     least = min(tried(), key=lambda candidate: candidate.peak)
     needed = f"the least possible is {mib(least.peak)}, with {describe(least.config)}; "
@@ -224,7 +225,7 @@ def plan(
     if part:
         needed += f"that is {part} alone: the rest of the model comes on top"
     else:
-        batch = largest_batch(model, input_shape, room, least.config, precision, optimizer, loss=loss)
+        batch = largest(least.config)
         needed += f"the largest batch with that is {batch}" if batch else "not even a batch of 1 fits"
     raise DoesNotFitError(f"does not fit in {mib(total)} ({mib(usable)} without the headroom): {needed}", tried())
 
@@ -247,18 +248,18 @@ def check_configs(configs: object) -> None:
 def largest_batch(
     model: Model,
     input_shape: Sequence[int],
-    memory: int | str,
+    usable: int,
     config: Config = None,
     precision: str = "bf16",
     optimizer: str = "adamw",
     *,
     loss: Loss | None = None,
 ) -> int:
-    """Return the largest batch whose predicted peak fits the memory, 0 if none does.
+    """Return the largest batch whose predicted peak is at most ``usable`` bytes, 0 if there is none.
 
     The search starts at ``input_shape[0]``. A model of which only a part can be estimated is refused.
     """
-    usable, model = parse_size(memory), build(model)
+    model = build(model)
     first, *rest = checked_shape(input_shape)
 
     def peak(batch: int) -> int:

@@ -84,19 +84,18 @@ def attention_branch(
     params: AttentionParams,
     spec: AttentionSpec,
     *,
-    inverse: Tensor | None = None,
     heads: Tensor | None = None,
     factor: Tensor | None = None,
     options: BackwardOptions = BackwardOptions(),
     cut: Cut = NO_WINDOWS,
 ) -> Tensor:
-    """Return the branch's output for ``x [B, N, C]``. ``rows`` (with their ``inverse``, if it is at hand) and ``heads``
-    are indices of what is kept; one that the rule does not sample is ignored. ``cut`` describes windows."""
+    """Return the branch's output for ``x [B, N, C]``. ``rows`` and ``heads`` are indices of what is kept; one that the
+    rule does not sample is ignored. ``cut`` describes windows."""
     rule, dtype = spec.rule, autocast_dtype(x)
     if not rule.query_rows:
-        rows, inverse, cut = None, None, all_slots(cut)
+        rows, cut = None, all_slots(cut)
     heads = heads if rule.heads else None
-    inputs = AttentionInputs(x, rows, inverse, heads, factor, spec._replace(dtype=dtype), options)
+    inputs = AttentionInputs(x, rows, heads, factor, spec._replace(dtype=dtype), options)
     return _run_attention(*inputs, *cut, *params)
 
 
@@ -276,7 +275,6 @@ class AttentionInputs(NamedTuple):
 
     x: Any
     rows: R.Rows = None
-    inverse: Grad = None
     heads: Grad = None
     factor: Grad = None
     spec: AttentionSpec | None = None
@@ -294,11 +292,11 @@ class _AttentionBranch(torch.autograd.Function):
     @staticmethod
     @captured_forward
     def forward(ctx: Any, *flat: Any) -> Tensor:
-        (x, rows, inverse, heads, factor, spec, options), cut, p = split(flat, AttentionInputs, Cut, AttentionParams)
+        (x, rows, heads, factor, spec, options), cut, p = split(flat, AttentionInputs, Cut, AttentionParams)
         x = R.in_rows(x)
         weights = AttentionWeights(*device_of(x).cast(spec.dtype, *attention_weights(p)))
         o, lse, qkv = attention_forward(x, p, weights, spec, cut)
-        saved = attention_saved(x, o, lse, qkv, rows, inverse, heads, spec, options.recompute)
+        saved = attention_saved(x, o, lse, qkv, rows, None, heads, spec, options.recompute)
         ctx.save_for_backward(*saved, *Sampled(heads, factor), *cut, *p)
         ctx.static = spec, options, x.dtype
         y = attention_output(o, p, weights, spec)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters import Adapter, Layout, find_backbones
-from ..adapters.names import qualified
+from ..adapters.names import class_of, qualified
 from ..config import KeepRatio, SBPConfig, configured, resolved
 from ..errors import UsageError, UsageTimeError, expect, shown
 from ..ops import graphs
@@ -198,9 +198,7 @@ def strategies_for(
     config = resolved(config, adapter.recommended_for(model))
     found = survey(model, adapter, layout, config)
     refuse_problems(adapter, found)
-    entry_module = layout.entry_of(model)
-    for problem in name_taken(f"the entry, {qualified(entry_module)}", entry_module):
-        raise UsageError(f"{adapter.name}: {problem}")
+    entry_module = entry_module_of(model, adapter, layout)
     sampled = [its for its in found if its.depth is not None]
     rule = RULES[config.attention]
     masks = Masks(
@@ -234,6 +232,20 @@ def strategies_for(
     convolutions = stem(model, layout.stages_of(model))
     bound += [(conv, PatchEmbedding(entry)) for conv in convolutions if conv is not entry_module]
     return entry_module, entry, bound
+
+
+def entry_module_of(model: nn.Module, adapter: Adapter, layout: Layout) -> nn.Module:
+    """Return the module where a backbone makes positions; raise UsageError if that can't be patched."""
+    module = layout.entry_of(model)
+    if not isinstance(module, nn.Module) or next(module.parameters(), None) is None:
+        name = layout.entry if isinstance(layout.entry, str) else layout.entry(model)
+        raise UsageError(
+            f"{adapter.name}: the entry {name!r} of {qualified(model)} is {class_of(module)}; allowed: the name of a "
+            "module with a parameter, which makes positions of images"
+        )
+    for problem in name_taken(f"the entry, {qualified(module)}", module):
+        raise UsageError(f"{adapter.name}: {problem}")
+    return module
 
 
 def check_can_choose(its: Found, strategy: Strategy, config: SBPConfig) -> None:

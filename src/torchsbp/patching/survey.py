@@ -49,24 +49,24 @@ def survey(model: nn.Module, adapter: Adapter, layout: Layout, config: SBPConfig
     found: list[Found] = []
     depth = 0
     for index, stage in enumerate(stages):
-        layers = [(name, adapter.describe(find(model, name)), name in sampled) for name in stage.blocks]
         down = find(model, stage.downsample)
         if down is not None:
             between = adapter.describe_downsample(down)
-            follows = bool(layers) and layers[0][2] and not config.exact_downsampling
+            follows = not config.exact_downsampling and bool(sampled.intersection(stage.blocks[:1]))
             is_sampled = follows and not isinstance(between, Plain)
-            layers.insert(0, (stage.downsample, between, is_sampled))
-        for name, description, is_sampled in layers:
-            place = depth if is_sampled else None
-            found.append(Found(name, find(model, name), index, description or Plain(), place, []))
+            its = Found(stage.downsample, down, index, between, depth if is_sampled else None, [])
+            its.problems += [*problems_of(its, found, config), *(gated_twice(its.name, config) if is_sampled else ())]
+            found.append(its)
+        for name in stage.blocks:
+            block, is_sampled = find(model, name), name in sampled
+            description = adapter.describe(block)
+            its = Found(name, block, index, description or Plain(), depth if is_sampled else None, [])
             if description is None:
-                classes = f"{qualified(found[-1].module)}; supported: {', '.join(adapter.blocks)}"
-                found[-1].problems.append(f"{name} is {classes}")
+                its.problems.append(f"{name} is {qualified(block)}; supported: {', '.join(adapter.blocks)}")
             else:
-                found[-1].problems += problems_of(found[-1], found[:-1], config)
-                if is_sampled and name == stage.downsample:
-                    found[-1].problems += gated_twice(name, config)
-            depth += is_sampled and name in stage.blocks
+                its.problems += problems_of(its, found, config)
+            found.append(its)
+            depth += is_sampled
     return [its for its in found if its.problems or not isinstance(its.description, Plain)]
 
 

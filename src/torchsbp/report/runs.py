@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from ..errors import RunError
-from ..train.record import FILE, SECTIONS, Metric, read_lines
+from ..train.record import BESIDE, FILE, SECTIONS, Metric, read_lines
 
 Point = tuple[float, float]
 COMMON = ("epoch", "loss", "lr", "memory_mib", "seconds")
@@ -118,8 +118,8 @@ class Run:
         return f"{state}; settings changed at step {changed}" if changed else state
 
     def settings(self) -> str:
-        """All settings that two runs share if one repeats the other: without seed, folder, resume and log."""
-        config = {k: v for k, v in self.about.get("config", {}).items() if k not in ("out", "seed", "resume", "log")}
+        """All settings that two runs share if one repeats the other: all that change training but the seed."""
+        config = {k: v for k, v in self.about.get("config", {}).items() if k not in (*BESIDE, "seed")}
         return json.dumps([config or self.name, [(at, what) for at, _, what in self.changes]], sort_keys=True)
 
 

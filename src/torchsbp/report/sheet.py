@@ -22,7 +22,6 @@ def drawn(
     lines: Mapping[str, Sequence[Point]],
     *,
     names: Sequence[str] = (),
-    from_zero: bool = False,
     joined: bool = True,
     axis: Axis | None = None,
     numbers: Mapping[str, int] | None = None,
@@ -34,7 +33,7 @@ def drawn(
         Series(name, (numbers or {}).get(name, i), list(points), list((spreads or {}).get(name, ())))
         for i, (name, points) in enumerate(lines.items())
     ]
-    return curves(title, unit, series, below, from_zero, names, joined, axis)
+    return curves(title, unit, series, below, names=names, joined=joined, axis=axis)
 
 
 def sheet(drawings: Sequence[Drawing]) -> str:

@@ -11,6 +11,12 @@ from ..ops.wrap import refuse_batch_norm
 from . import samplers, schedules
 from .keys import draw_key
 
+UNFIT = {
+    "grid": "keeps the same positions of all frames, hence all frames or none",
+    "norm": "chooses in backward, when every frame has been encoded",
+}
+"""Samplers that can't choose among frames, and why."""
+
 
 def sbp_frames(
     encoder: Callable[[Tensor], Tensor],
@@ -33,7 +39,7 @@ def sbp_frames(
     - ``encoder``: frames ``[n, ...]`` -> one row for each of them. Batch norm must be in eval mode.
     - ``keep_ratio``: share of frames that get gradients, in (0, 1].
     - ``step``: the training step. The kept frames are a pure function of (seed, step, rank).
-    - ``sampler``: "frames" (evenly spread), "frames_jitter", "random", … as in ``SBPConfig``, but not "grid".
+    - ``sampler``: "frames" (evenly spread), "frames_jitter", "random", … as in ``SBPConfig``, but not "grid" or "norm".
     - ``chunk``: how many of the other frames, over the batch, are encoded at a time, without gradients; None: all.
     - ``per_sample``: False: all videos of the batch keep the same frames; True: each has its own; "balanced": each has
       its own, and over the batch every frame is kept equally often.
@@ -57,12 +63,12 @@ def expect_sampler(sampler: object) -> None:
     """Raise UsageError if the sampler can't choose among frames."""
     if callable(sampler):
         check_calls("sampler", sampler, "shape", "ratios", "key")
-    if sampler == "grid":
-        names = ", ".join(repr(name) for name in samplers.SAMPLERS if name != "grid")
-        raise UsageError(
-            f"sampler='grid' keeps the same positions of all frames, hence all frames or none; allowed here: {names}, "
-            "a callable"
-        )
+        return
+    names = [name for name in samplers.SAMPLERS if name != "grid"]
+    if sampler not in names:
+        why = UNFIT.get(str(sampler), "is unknown")
+        allowed = ", ".join(map(repr, names))
+        raise UsageError(f"sampler={shown(sampler)} {why}; allowed here: {allowed}, a callable")
 
 
 def expect_arguments(encoder: object, video: object, step: object, seed: object, rank: object, chunk: object) -> None:

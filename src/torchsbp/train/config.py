@@ -12,6 +12,7 @@ from torchsbp.sampling.schedules import Milestones
 
 from ..errors import UsageError
 from .ranges import COUNT, NOT_NEGATIVE, POSITIVE, SHARE_ABOVE_0, SHARE_BELOW_1, check, ranged, refuse
+from .record import BESIDE
 from .task import TaskOptions
 from .tasks import DEFAULT
 
@@ -68,9 +69,9 @@ class SBP(SBPFields):
         if self.preset == "none":
             return None
         changes = {"seed": seed, **self.given()}
-        if changes.pop("schedule", None):
-            assert self.schedule is not None
-            points = tuple((round(epoch * forwards_per_epoch), _tuple(ratio)) for epoch, ratio in self.schedule)
+        schedule = changes.pop("schedule", None)
+        if schedule is not None:
+            points = tuple((round(epoch * forwards_per_epoch), _tuple(ratio)) for epoch, ratio in schedule)
             changes["keep_ratio"] = Milestones(points)
         return SBPConfig.preset(self.preset, **changes)
 
@@ -220,6 +221,11 @@ class Config:
         if warmup >= self.epochs:
             refuse("schedule.warmup_epochs", warmup, f"a number in [0, epochs={self.epochs})")
 
+    @property
+    def compile_mode(self) -> str | None:
+        """The mode of ``torch.compile``; None is its default."""
+        return self.compile if isinstance(self.compile, str) else None
+
     def accumulate(self, processes: int) -> int:
         """How many forwards one process runs per update."""
         micro = self.batch // processes if self.micro_batch is None else self.micro_batch
@@ -245,13 +251,14 @@ def plain(value: Any) -> Any:
 
 
 def differences(before: dict[str, Any], now: Any, name: str = "") -> list[str]:
-    """List the changed options as ``name=value instead of value``, without those that do not change training (folder,
-    log, checkpoints). ``before`` is a recorded configuration, maybe of an earlier version: a field that it lacks is
-    compared by its default."""
+    """List the changed options as ``name=value instead of value``, but for those in ``BESIDE``.
+
+    ``before`` is a recorded configuration, maybe of an earlier version: a field that it lacks is compared by its
+    default."""
     found = []
     for its in fields(now):
         path, value = f"{name}.{its.name}" if name else its.name, getattr(now, its.name)
-        if path in ("out", "resume", "log", "checkpoint", "throughput"):
+        if path in BESIDE:
             continue
         if is_dataclass(value):
             found += differences(before.get(its.name, {}), value, path)

@@ -71,8 +71,7 @@ class Lasting:
             "task": self.task.state(),
             "progress": progress.state(),
             **self.learner.state(),
-            "sampler": {"seed": self.config.seed, "start": progress.step * self.accumulate},
-            "sbp_step": progress.step * self.accumulate,
+            "sampler": {"start": progress.step * self.accumulate},
             "random": gather(random_state(self.processes.device)),
         }
         if self.processes.main:

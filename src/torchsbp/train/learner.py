@@ -58,7 +58,7 @@ class Learner:
             if self.ema is not None:
                 shard(self.ema.module, self.processes.device, blocks)
         if self.config.compile:
-            task.compile(self.model, None if self.config.compile is True else self.config.compile)
+            task.compile(self.model, self.config.compile_mode)
         return nn.parallel.DistributedDataParallel(self.model) if several and parallel == "ddp" else self.model
 
     def check_norms(self) -> None:

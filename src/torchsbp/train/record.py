@@ -12,6 +12,9 @@ WEIGHTS = "model.safetensors"
 SECTIONS = "report"
 """in a run's folder: a folder with further parts of its report, files TITLE.html or TITLE.png"""
 
+BESIDE = ("out", "resume", "log", "checkpoint", "throughput")
+"""options of a run that do not change what it trains"""
+
 
 @dataclass(frozen=True)
 class Metric:

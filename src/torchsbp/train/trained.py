@@ -24,5 +24,5 @@ def trained(stored: Stored, config: Config, processes: Processes) -> tuple[Task,
     model.load_state_dict(stored.weights)
     model.to(processes.device).to(memory_format=layout).eval()
     if config.compile:
-        task.compile(model)
+        task.compile(model, config.compile_mode)
     return task, model

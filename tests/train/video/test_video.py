@@ -16,7 +16,7 @@ from torchsbp.cli.recipe import parse
 from torchsbp.errors import DataError
 from torchsbp.report import html, read
 from torchsbp.sampling.recommended import NAMES
-from torchsbp.train.data.lists import Epic, Listed
+from torchsbp.train.data.lists import Epic, Listed, records
 from torchsbp.train.distributed import Processes
 from torchsbp.train.loop import Trainer
 
@@ -346,6 +346,9 @@ def test_a_broken_line_of_annotations_is_told(tmp_path, line, told):
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(DataError, match=rf"labels.csv:6 is no action of Epic-Kitchens-55: {told}"):
         Epic(root, "labels.csv", ["P26"], training=True)
+    path.write_text(path.read_text() + f'"{"never closed" * 11_000}')
+    with pytest.raises(DataError, match=r"labels.csv can't be read: field larger than field limit"):
+        list(records(path))
 
 
 def test_batch_norms_under_sampled_frames_are_refused_with_the_option_that_freezes_them(tmp_path, capsys):

@@ -6,7 +6,7 @@ and THUMOS's own folder of files ``CLASS_test.txt`` or ``CLASS_val.txt``, whose 
 
 import csv
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
@@ -53,17 +53,21 @@ class Annotation(NamedTuple):
 
 def read_annotations(path: Path) -> list[Annotation]:
     """Read the annotations of a CSV file, or of all files of a folder, in their order."""
-    if path.is_dir():
-        files = sorted(path.glob("*.txt"))
-        if not files:
-            raise DataError(f"no annotations in {path}: expected CLASS_val.txt or CLASS_test.txt, or name a CSV file")
-        return [its for file in files for its in of_text(file)]
+    files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+    if not files:
+        raise DataError(f"no annotations in {path}: expected CLASS_val.txt or CLASS_test.txt, or name a CSV file")
+    return [its for file in files for its in read_file(file, of_text if path.is_dir() else of_csv)]
+
+
+def read_file(path: Path, read: Callable[[Path], Iterator[Annotation]]) -> list[Annotation]:
     try:
-        return list(of_csv(path))
+        return list(read(path))
     except OSError as error:
         raise DataError(f"annotations {path} can't be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"annotations {path} can't be read: no text ({error})") from error
+    except csv.Error as error:  # such as a quote that is not closed
+        raise DataError(f"annotations {path} can't be read: {error}") from error
 
 
 def of_csv(path: Path) -> Iterator[Annotation]:

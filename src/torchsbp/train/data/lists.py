@@ -147,8 +147,11 @@ def records(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield the rows of a CSV file with the numbers of their lines."""
     found = numbered(path)
     reader = csv.DictReader(line for _, line in found)
-    for row in reader:
-        yield found[reader.line_num - 1][0], row
+    try:
+        for row in reader:
+            yield found[reader.line_num - 1][0], row
+    except csv.Error as error:  # such as a quote that is not closed
+        raise DataError(f"{path} can't be read: {error}") from error
 
 
 def named(path: Path) -> list[str]:

@@ -48,12 +48,11 @@ class Thumos:
         self.frames = [Frames(root / FRAMES, name, self.at(number)) for number, name in enumerate(self.videos)]
         self.counts = [len(frames) for frames in self.frames]
         self.labels = [self.read_targets(number) for number in range(len(self.videos))]
-        by_video: dict[str, list[Segment]] = {name: [] for name in self.videos}
-        for its in read_annotations(root / SEGMENTS):
-            if its.video in by_video:
-                seconds = self.counts[self.videos.index(its.video)] / fps
-                by_video[its.video] += segments_of([its], self.names, seconds, Counter())
-        self.by_video = by_video
+        found = by_video(root / SEGMENTS)
+        self.found = [
+            segments_of(found.get(name, ()), self.names, count / fps, Counter())
+            for name, count in zip(self.videos, self.counts, strict=True)
+        ]
 
     def at(self, video: int) -> str:
         return f"{self.list}:{self.lines[self.videos[video]]}"
@@ -68,7 +67,7 @@ class Thumos:
         return torch.from_numpy(self.labels[video])
 
     def segments(self, video: int) -> list[Segment]:
-        return self.by_video[self.videos[video]]
+        return self.found[video]
 
     def read_targets(self, video: int) -> np.ndarray:
         path = self.root / TARGETS / f"{self.videos[video]}.npy"
@@ -196,13 +195,10 @@ def prepare(
     """Write targets, segments and the list of a split, from annotations and frames; return counts of what was done."""
     actions, fps = actions_of(root, classes), rate_of(root, fps)
     names = columns(actions)
-    by_video: dict[str, list[Annotation]] = {}
-    for its in read_annotations(source):
-        by_video.setdefault(its.video, []).append(its)
     counts: Counter[str] = Counter()
     segments: dict[str, list[Segment]] = {}
     (root / TARGETS).mkdir(parents=True, exist_ok=True)
-    for video, found in sorted(by_video.items()):
+    for video, found in sorted(by_video(source).items()):
         try:
             frames = len(Frames(root / FRAMES, video, found[0].where))
         except DataError:
@@ -221,6 +217,14 @@ def prepare(
     (root / RATE).write_text(f"{fps}\n")
     (root / f"{split}.txt").write_text("".join(f"{video}\n" for video in segments))
     return counts
+
+
+def by_video(path: Path) -> dict[str, list[Annotation]]:
+    """Return the annotations in a file or folder, by the names of their videos."""
+    found: dict[str, list[Annotation]] = {}
+    for its in read_annotations(path):
+        found.setdefault(its.video, []).append(its)
+    return found
 
 
 def write_segments(path: Path, segments: dict[str, list[Segment]], names: Sequence[str]) -> None:

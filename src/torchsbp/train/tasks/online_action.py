@@ -208,6 +208,8 @@ class OnlineAction(Task):
         return multi_label_loss(model(frames, empty), targets)
 
     def evaluator(self) -> Precision:
+        if self.valid_videos.names != self.names:
+            raise DataError(f"validation data have the columns {self.valid_videos.names}, the weights {self.names}")
         return Precision(self.valid_videos)
 
     def weights_about(self) -> dict[str, str]:
