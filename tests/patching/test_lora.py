@@ -76,6 +76,15 @@ def test_where_a_second_run_reads_weights():
         torchsbp.apply(adapted(PYRAMIDS["sam"].bare()), 0.5)
 
 
+def test_a_layer_in_which_rows_meet_is_adapted_before():
+    """Around ResMLP's patched layer, LoRA would take kept rows for all."""
+    tiny, layers = TOKENS["resmlp"], {"target_modules": r".*\.linear_tokens"}
+    check_definition(adapted(tiny.model(), **layers), SBPConfig(keep_ratio=0.5), tiny.images())
+    model = adapted(torchsbp.apply(tiny.model(), 0.5), **layers)
+    with pytest.raises(ValueError, match=r"linear_tokens is a Linear that was not patched with the block"):
+        model.train()
+
+
 def test_two_adapters_equal_the_oracle():
     model = adapted(LEAN["vit"].model())
     model.add_adapter("more", peft.LoraConfig(r=2, target_modules=["fc1"], init_lora_weights=False))

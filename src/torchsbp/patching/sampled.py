@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..adapters.lora import is_lora
 from ..adapters.names import bare_name
 from ..errors import UsageError, shown
 from ..ops.layers import BackwardOptions
@@ -120,7 +121,8 @@ def unbound(description: Any, block: nn.Module) -> Iterator[str]:
     names = {module: name for name, module in block.named_modules()}
     for part, _ in description.bindings(block):
         sites = [module.sbp for module in part.modules() if isinstance(module, Site)]  # a part may have been wrapped
-        if not any(vars(strategy).get("block", block) is block for strategy in sites):
+        beside = is_lora(part)  # it calls the part, and computes from the same rows beside it
+        if beside or not any(vars(strategy).get("block", block) is block for strategy in sites):
             yield f"{names[part]} is a {bare_name(part)} that was not patched with the block"
 
 
