@@ -75,9 +75,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     others = {name: outcome for name, outcome in outcomes.items() if outcome in ("FAILED", "ERROR", "NOT DONE")}
     for name, outcome in others.items():
         print(f"{outcome}: {name}")
-    print(", ".join(f"{count} {kind}" for kind, count in counts.items() if count), f"{time.monotonic() - begun:.0f} s")
+    seconds = time.monotonic() - begun
+    print(", ".join(f"{count} {kind}" for kind, count in counts.items() if count), f"{seconds:.0f} s")
     if args.out:
-        result = commandline.environment(args) | {"counts": counts, "others": others}
+        result = commandline.environment(args) | {"seconds": round(seconds), "counts": counts, "others": others}
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1))
 

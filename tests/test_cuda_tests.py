@@ -39,6 +39,7 @@ def test_outcomes_are_told_and_recorded(cuda_tests, tmp_path, monkeypatch, capsy
     found = json.loads(Path("o.json").read_text())
     assert found["counts"] == {"passed": 1, "failed": 1, "error": 0, "skipped": 1, "xfail": 0, "not done": 0}
     assert found["others"] == {"test_few.py::test_compiled[2]": "FAILED"}
+    assert 0 < found["seconds"] < 600
     said = capsys.readouterr().out
     assert "assert 2 == 1" in said
     assert "1 passed, 1 failed, 1 skipped" in said

@@ -62,6 +62,15 @@ def test_profile_draws_a_chart(capsys, tmp_path, name, begin):
     assert (tmp_path / name).stat().st_size > 10_000
 
 
+def test_the_legend_of_a_chart_covers_no_bar(capsys, tmp_path, monkeypatch):
+    figures, figure = [], pytest.importorskip("matplotlib.figure").Figure
+    saved = figure.savefig
+    monkeypatch.setattr(figure, "savefig", lambda self, *its, **more: figures.append(self) or saved(self, *its, **more))
+    run(capsys, "profile", *SMALL, "--methods", "full", "checkpoint", "--out", str(tmp_path / "chart.png"), "--predict")
+    peaks = figures[0].axes[0]
+    assert peaks.get_legend().get_window_extent().x0 > peaks.get_window_extent().x1
+
+
 def test_exact_blocks_and_what_is_fast_are_compared(capsys):
     _, out, _ = run(capsys, "profile", *SMALL, "--json", "--predict")
     found = json.loads(out)["predicted"]

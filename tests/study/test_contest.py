@@ -42,6 +42,19 @@ def test_a_contest_runs_resumes_and_draws_its_tables(data, tmp_path, capfd):
     assert capfd.readouterr().out.startswith("0 runs, 1 at a time; 2 were done before\n")
 
 
+def test_lengths_that_a_longer_run_had_are_not_run_again(data, tmp_path):
+    options = ["--models", "vit", "--arms", "full", "--seeds", "2"]
+    assert study("contest", data, tmp_path, *options, "--epochs", "1,2,3") == 0
+    before = len(rows_of("contest", tmp_path))
+    assert study("contest", data, tmp_path, *options, "--epochs", "1,3") == 0
+    assert len(rows_of("contest", tmp_path)) == before
+    assert study("contest", data, tmp_path, *options, "--epochs", "1,2", "--lr", "1,2") == 0
+    later = rows_of("contest", tmp_path)[before:]
+    assert [(row["seed"], row["lr"]) for row in later if "done" in row] == [(0, 2.0), (1, 2.0)]
+    assert study("contest", data, tmp_path, *options, "--epochs", "1,4") == 0
+    assert [row["epochs"] for row in rows_of("contest", tmp_path) if "done" in row][-2:] == [4, 4]
+
+
 def test_results_have_the_commit_of_the_checkout(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "__file__", str(tmp_path / "src" / "torchsbp" / "cli" / "study.py"))
     assert command.checkout() == ""  # installed from a package

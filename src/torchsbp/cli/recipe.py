@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from importlib.resources import files
 from os.path import isfile
 from pathlib import Path
@@ -27,7 +28,9 @@ def find_recipe(name: str) -> Path:
     for path in (Path(name), RECIPES / f"{name}.yaml"):
         if isfile(path):
             return path
-    raise UsageError(f"no recipe {name!r}: neither a file nor one of {', '.join(recipes())}")
+    near = get_close_matches(name, recipes(), n=3)
+    hint = f"; did you mean {', '.join(near)}?" if near else ""
+    raise UsageError(f"no recipe {name!r}: neither a file nor one of {', '.join(recipes())}{hint}")
 
 
 def parse(command: str, argv: list[str]) -> "Config":
@@ -99,8 +102,10 @@ def parser(command: str, task: str) -> "ArgumentParser":
     from ..train.config import Config
 
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    of = "RECIPE" if command == "train" else "RUN"
     result = ArgumentParser(
         prog=f"torchsbp {command}",
+        usage=f"torchsbp {command} {of} [--option value …]",  # the names of all options would hide what is wrong
         allow_abbrev=False,
         description=f"torchsbp {command} RECIPE [options]. Recipes: {', '.join(recipes())}, or a YAML file. "
         f"Tasks: {', '.join(tasks.names())}, or package.module:Class; the options of {task} are shown.",

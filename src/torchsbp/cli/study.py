@@ -21,7 +21,7 @@ from ..study.data import Data, read
 from ..study.models import MODELS, SIZES
 from ..study.optimizer import OPTIMIZERS
 from ..study.plan import Plan
-from ..study.training import Place, Row, Settings, trained
+from ..study.training import Place, Row, Run, Settings, trained
 from .arguments import natural, positive
 
 PURPOSE = "small experiments: ways to take gradients, against each other"
@@ -68,7 +68,7 @@ def run(argv: list[str]) -> None:
     print(written(args.name, args.out))
 
 
-def not_done(name: str, runs: list[Any], settings: Settings, out: Path) -> list[Any]:
+def not_done(name: str, runs: list[Run], settings: Settings, out: Path) -> list[Run]:
     """The runs that are still to be done. Raise ``UsageError`` if the folder has results with other settings."""
     before = [row for row in results.read(out) if row["study"] == name]
     now = json.loads(json.dumps(asdict(settings)))
@@ -76,8 +76,14 @@ def not_done(name: str, runs: list[Any], settings: Settings, out: Path) -> list[
     if other is not None:
         differ = ", ".join(f"{key} {other.get(key)!r}" for key in now if other.get(key) != now[key])
         raise UsageError(f"{out} has results of {name} with {differ}; use the same, or another --out")
-    done = {row["run"] for row in before if "done" in row}
-    return [its for its in runs if its.name not in done]
+    done = [row for row in before if "done" in row]
+    return [its for its in runs if not any(covers(row, its) for row in done)]
+
+
+def covers(row: Row, run: Run) -> bool:
+    """Whether a finished run gave what this one would: it was the same run, or it had further lengths besides."""
+    same = all(row[key] == getattr(run, key) for key in ("model", "arm", "seed", "lr", "drop_path"))
+    return same and {*run.lengths} <= {*row["shorter"], row["epochs"]}
 
 
 def told(row: Row) -> str:

@@ -83,7 +83,7 @@ def draw(results: Mapping[str, Result], title: str, path: Path) -> None:
 
     count, most = len(results), max(len(result.saved) for result in results.values())
     width = max(2.4, min(4.5, 0.9 + 0.17 * most))
-    figure = Figure(figsize=(3.0 + 1.0 * count + width * count, 4.6), layout="constrained")
+    figure = Figure(figsize=(4.2 + 1.0 * count + width * count, 4.6), layout="constrained")
     axes = figure.subplots(1, 1 + count, width_ratios=[1.2 + 0.9 * count, *[width] * count])
     draw_peaks(axes[0], results)
     colours = part_colours(results)
@@ -116,7 +116,8 @@ def draw_peaks(axis: Any, results: Mapping[str, Result]) -> None:
     axis.margins(y=0.08)
     tidy(axis)
     handles, labels = axis.get_legend_handles_labels()
-    axis.legend(handles[::-1], labels[::-1], fontsize=8, frameon=False, loc="best")
+    beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}  # inside it would cover a bar
+    axis.legend(handles[::-1], labels[::-1], fontsize=8, frameon=False, **beside)
 
 
 def draw_blocks(axis: Any, name: str, result: Result, colours: Mapping[str, str]) -> None:
