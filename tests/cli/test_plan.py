@@ -13,6 +13,12 @@ def test_plan_prints_what_it_tried(capsys):
     assert "full" in out
     assert "← chosen" in out
     assert "largest batch with it: " in out
+    assert "can't patch" not in out
+
+
+def test_a_plan_says_that_a_model_can_not_be_patched(capsys):
+    _, out, _ = run(capsys, "plan", "resnet18", "--batch", "2", "--size", "64", "--memory", "1GiB")
+    assert out.endswith("\ntorchsbp can't patch this model: torchsbp models resnet18 says why\n")
 
 
 def test_plan_for_a_given_configuration_as_json(capsys):

@@ -110,7 +110,7 @@ def test_files_that_cannot_be_read_are_told_and_the_others_predicted(trained, ca
     status, out, err = run(capsys, "predict", str(trained), str(bad), str(good), f"--out={tmp_path / 'out'}")
     assert status == 1
     assert out.startswith("1 predictions: ")
-    assert f"1 of 2 files can't be read:\n{bad}: cannot identify image file" in err
+    assert f"1 of 2 files can't be read:\n{bad}: it is no picture of a format that Pillow knows" in err
     assert [record["file"] for record in json.loads((tmp_path / "out" / "predictions.json").read_text())] == [str(good)]
     assert str(bad) in (tmp_path / "out" / "predictions.html").read_text()
 

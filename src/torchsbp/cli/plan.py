@@ -5,8 +5,8 @@ import json
 from typing import Any
 
 from ..errors import UsageError
-from ..memory.estimate import describe
-from ..memory.plan import HEADROOM, plan, usable_of
+from ..memory.estimate import build, describe
+from ..memory.plan import HEADROOM, has_rules, plan, usable_of
 from ..memory.sizes import mib, parse_size
 from .arguments import heading, parser, sbp_config, sbp_options, spellings
 from .named import Named, find_model
@@ -48,6 +48,8 @@ def run(argv: list[str]) -> None:
         print(json.dumps({"title": heading(args, named), **found.to_dict()}))
     else:
         print(f"{heading(args, named)}: predicted for a CUDA device\n{found}")
+        if configs is None and has_rules(build(named.build)) is None:
+            print(f"torchsbp can't patch this model: torchsbp models {args.model} says why")
 
 
 def memory_here() -> int:
@@ -61,7 +63,6 @@ def memory_here() -> int:
 def show_largest(args: argparse.Namespace, named: Named, memory: int, configs: list[Any] | None) -> None:
     import torch
 
-    from ..memory.estimate import build
     from ..memory.largest import largest, on_gpu, usual
 
     model, shape, usable = build(named.build), (args.batch, *named.shape), usable_of(memory, args.headroom)

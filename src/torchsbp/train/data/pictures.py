@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 FRAMES = (".jpeg", ".jpg", ".png")
 """suffixes of pictures that are frames of a video"""
@@ -52,6 +52,8 @@ def read_picture(file: IO[bytes], mode: str) -> Image.Image:
     except Image.DecompressionBombError as error:
         limit = 2 * (Image.MAX_IMAGE_PIXELS or 0)
         raise ValueError(f"it unpacks to more than {limit:,} pixels; make it smaller, or leave it out") from error
+    except UnidentifiedImageError as error:  # whose text names the open file as Python does
+        raise ValueError("it is no picture of a format that Pillow knows") from error
     return as_mode(upright(image), mode)
 
 
