@@ -4,6 +4,7 @@
     python benchmarks/run.py --jobs 16 --out benchmarks/results/h200.json        # on a GPU, bf16: the README's tables
     python benchmarks/run.py --show benchmarks/results/h200.json
     python benchmarks/run.py --show after.json --against before.json             # two commits, case by case
+    python benchmarks/run.py --show benchmarks/results/h200.json --add more.json # takes the rows of a later run over
     python benchmarks/run.py --show benchmarks/results/h200.json --study benchmarks/results/study/cifar10  # README's
 
 One row per model, mode and method: step time (median), times of forward and backward, images/s, peak memory, ratios to
@@ -12,6 +13,7 @@ Every case has a process of its own. ``--jobs`` of them compile at the same time
 """
 
 import argparse
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +22,8 @@ from typing import NamedTuple
 import children
 import commandline
 from case import MODES, Row, measured
+from methods import METHODS
+from models import MODELS
 from torchsbp.study import contest, results
 
 TEXTS = ("profile", "snapshot")
@@ -145,6 +149,25 @@ def compare(rows: list[Row], before: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def add(into: Path, later: Path) -> None:
+    """Take the rows of a later run over into a file, each with its commit, in the order of the registries."""
+    known, more = json.loads(into.read_text()), json.loads(later.read_text())
+    differs = [name for name in known if name not in ("commit", "rows") and more[name] != known[name]]
+    if differs:
+        found = ", ".join(f"{name} {more[name]!r} instead of {known[name]!r}" for name in differs)
+        raise SystemExit(f"--add: {later} was measured with {found}; keep its rows in a file of their own")
+    for row in more["rows"]:
+        names = ("model", "mode", "batch", "method")
+        if "step ms" in row:
+            known["rows"] = children.replaced(known["rows"], row | {"commit": more["commit"]}, names)
+    models, modes, methods = list(MODELS), list(MODES), list(METHODS)
+
+    def place(row: Row) -> tuple[int, int, int, int]:
+        return models.index(row["model"]), modes.index(row["mode"]), row["batch"], methods.index(row["method"])
+
+    into.write_text(json.dumps(known | {"rows": sorted(known["rows"], key=place)}, indent=1))
+
+
 def file_name(row: Row) -> str:
     return "-".join(re.sub(r"[^\w.=]+", "_", row[key]).strip("_") for key in ("model", "mode", "method"))
 
@@ -169,11 +192,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--profile", action="store_true", help="where the time of a step goes, one text per case")
     parser.add_argument("--snapshot", action="store_true", help="what is alive at the peak of memory (CUDA)")
     parser.add_argument("--show", type=Path, help="print the tables of a JSON file and stop")
+    parser.add_argument("--add", type=Path, help="with --show: the JSON file of a later run, whose rows are taken over")
     parser.add_argument("--against", type=Path, help="with --show: compare with the JSON file of another commit")
     parser.add_argument("--study", type=Path, help="with --show: folder of a contest; the README's table")
     args = parser.parse_args(argv)
 
     if args.show:
+        if args.add:
+            add(args.show, args.add)
         rows = commandline.read(args.show)
         if args.against:
             print(compare(rows, commandline.read(args.against)))

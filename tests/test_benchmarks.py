@@ -278,6 +278,30 @@ def test_largest_is_near_when_the_guess_is_near_and_stops(bench):
     assert bench.limits.predict(peaks, 1000.0 + 640 * 50) == 640
 
 
+def test_rows_of_a_later_run_are_taken_over(bench, tmp_path, capsys):
+    about = {"device": "H200", "torch": "2.11", "precision": "bf16"}
+
+    def file(name: str, commit: str, *rows: tuple[str, str, float], **changes: str) -> Path:
+        found = [
+            {"model": model, "mode": "eager", "batch": 8, "method": method, "step ms": ms, "speed": 1.0}
+            for model, method, ms in rows
+        ]
+        (tmp_path / name).write_text(json.dumps(about | changes | {"commit": commit, "rows": found}))
+        return tmp_path / name
+
+    known = file("known.json", "per row", ("vit_base", "full", 9.0), ("swin_tiny", "full", 5.0))
+    later = file("later.json", "abc", ("swin_tiny", "full", 4.0), ("vit_base", "checkpoint", 12.0))
+    bench.run.main(["--show", str(known), "--add", str(later)])
+    assert "| swin_tiny, 8 | full | – | 4.0 ms, 1.00× speed | abc |" in capsys.readouterr().out
+    found = json.loads(known.read_text())
+    assert {name: found[name] for name in (*about, "commit")} == about | {"commit": "per row"}
+    assert [(row["model"], row["method"], row["step ms"], row.get("commit")) for row in found["rows"]] == [
+        ("vit_base", "full", 9.0, None), ("vit_base", "checkpoint", 12.0, "abc"), ("swin_tiny", "full", 4.0, "abc"),
+    ]  # fmt: skip
+    with pytest.raises(SystemExit, match=r"with device 'H100' instead of 'H200'; keep its rows in a file of their own"):
+        bench.run.main(["--show", str(known), "--add", str(file("other.json", "abc", device="H100"))])
+
+
 def test_limits_table(bench):
     names = {"model": "vit", "mode": "eager"}
     rows = [
