@@ -131,16 +131,20 @@ def timed(of: Callable[[], tuple[Row, ...]]) -> Callable[[str], str]:
     return made
 
 
-def pair(what: str) -> str:
-    """MODEL, ARM, EPOCHS against BAR: the difference to another arm, over the seeds that both have."""
-    what, _, bar = what.partition(" against ")
-    model, arm, length = parts(what)
-    found = contest.curves(list(rows("cifar10")))
-    mine, other = (
-        {seed: curve[int(length)] for seed, curve in found[model, its].items() if int(length) in curve}
-        for its in (arm, bar)
-    )
-    return signed([mine[seed] - other[seed] for seed in sorted(mine) if seed in other])
+def paired(folder: str) -> Callable[[str], str]:
+    """Return a maker of MODEL, ARM, EPOCHS against BAR: the difference to another arm, over seeds that both have."""
+
+    def made(what: str) -> str:
+        what, _, bar = what.partition(" against ")
+        model, arm, length = parts(what)
+        found = contest.curves(list(rows(folder)))
+        mine, other = (
+            {seed: curve[int(length)] for seed, curve in found[model, its].items() if int(length) in curve}
+            for its in (arm, bar)
+        )
+        return signed([mine[seed] - other[seed] for seed in sorted(mine) if seed in other])
+
+    return made
 
 
 def reached(what: str) -> str:
@@ -236,7 +240,8 @@ MADE: dict[str, Callable[[str], str]] = {
     "epochs": epochs,
     "own-clock": timed(lambda: rows("cifar10")),
     "large-clock": timed(large),
-    "pair": pair,
+    "pair": paired("cifar10"),
+    "small-pair": paired("small"),
     "reached": reached,
     "weights": weights,
     "along": along,
