@@ -16,6 +16,7 @@ def cifar10_data(monkeypatch):
     monkeypatch.delitem(sys.modules, "cifar10_data", raising=False)
     module = importlib.import_module("cifar10_data")
     monkeypatch.setattr(module, "ROWS", 1)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)  # set by the command, for its own process
     return module
 
 
