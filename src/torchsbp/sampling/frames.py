@@ -64,7 +64,7 @@ def expect_sampler(sampler: object) -> None:
     if callable(sampler):
         check_calls("sampler", sampler, "shape", "ratios", "key")
         return
-    names = [name for name in samplers.SAMPLERS if name != "grid"]
+    names = [name for name in samplers.SAMPLERS if name not in UNFIT]
     if sampler not in names:
         why = UNFIT.get(str(sampler), "is unknown")
         allowed = ", ".join(map(repr, names))
