@@ -60,6 +60,54 @@ def test_attention_kernels(device, dtype, width, fused, kernel):
     assert kernel in KERNELS
 
 
+@pytest.mark.parametrize("version, half_tiles", [(91900, "flash"), (92600, "cudnn")])
+def test_backward_avoids_cudnn_where_it_may_give_nan(version, half_tiles, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    D._cudnn_overflows.cache_clear()
+    few, one = (torch.empty(1, 1, rows, 64, dtype=torch.bfloat16) for rows in (99, 1))
+    expected = {64: half_tiles, 576: half_tiles, 128: "cudnn", 197: "cudnn"}
+    for rows, kernel in expected.items():
+        k = torch.empty(1, 1, rows, 64, dtype=torch.bfloat16)
+        assert Hopper().attention_kernel(k, fused=True) == "cudnn"
+        assert Hopper().attention_backward_kernel(few, k, fused=True) == kernel
+        assert Hopper().attention_backward_kernel(one, k, fused=True) == "flash"
+        assert Ampere().attention_backward_kernel(one, k, fused=True) == "flash"
+        assert Hopper().attention_backward_kernel(one.float(), k.float(), fused=True) == "efficient"
+    D._cudnn_overflows.cache_clear()
+
+
+def test_a_kernel_goes_back_from_what_another_went_forward_to():
+    """O and L mean the same to all of them."""
+    torch.manual_seed(0)
+    q, k, v, do = torch.randn(4, 2, 3, 7, 5, dtype=torch.float64)
+    found = {
+        (forward, backward): KERNELS[backward].backward(do, q, k, v, *KERNELS[forward].forward(q, k, v, 0.3), 0.3)
+        for forward in ("cpu", "plain")
+        for backward in ("cpu", "plain")
+    }
+    for gradients_found in found.values():
+        torch.testing.assert_close(tuple(gradients_found), tuple(found["plain", "plain"]))
+
+
+def test_pytorch_is_asked_about_the_rows_that_are_trained(monkeypatch):
+    """Its answer may depend on how many they are, and on whether their gradients are needed."""
+    asked = []
+
+    def choice(q, k, v):
+        asked.append((q.shape[-2], q.requires_grad, torch.is_grad_enabled()))
+        return torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value if q.shape[-2] == 197 else 0
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
+    monkeypatch.setattr(torch, "empty", lambda *shape, device=None, **options: empty(*shape, **options))
+    monkeypatch.setattr(D, "_PREFERS_CUDNN", {})
+    with torch.no_grad():
+        found = [CUDA().attention_kernel(empty(1, 1, rows, 64).bfloat16(), fused=True) for rows in (197, 64, 197)]
+    assert found == ["cudnn", "flash", "cudnn"]
+    assert asked == [(197, True, True), (64, True, True)]
+
+
 def test_kernels_are_taken_for_rows_that_they_are_made_for():
     device = CUDA()
     device.has_triton = True

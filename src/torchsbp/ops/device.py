@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -38,6 +39,11 @@ class Device:
         """The name in ``sdpa.KERNELS`` of the kernel for queries like q: in a ``fused`` model, the one that
         ``F.scaled_dot_product_attention`` takes when no mask is given."""
         return "plain"
+
+    def attention_backward_kernel(self, q: Tensor, k: Tensor, fused: bool) -> str:
+        """The name of the kernel for the backward pass from queries like q to keys like k. It may be another one than
+        forward's, since all of them mean the same by O and L."""
+        return self.attention_kernel(k, fused)
 
     def windows(self, q: Tensor) -> WindowAttention:
         """The implementation of attention in windows for queries like q."""
@@ -138,8 +144,19 @@ class CUDA(Device):
             return "cudnn" if width <= 128 and self.prefers_cudnn(q) else "flash"
         return "efficient" if q.dtype == torch.float32 and width % 4 == 0 else "plain"
 
+    def attention_backward_kernel(self, q: Tensor, k: Tensor, fused: bool) -> str:
+        name = super().attention_backward_kernel(q, k, fused)
+        return "flash" if name == "cudnn" and self.cudnn_overflows(q, k) else name
+
     def prefers_cudnn(self, q: Tensor) -> bool:
-        return _prefers_cudnn(q.device.index or 0)
+        rows = q.shape[-2]
+        return _prefers_cudnn(q.device.index or 0, rows if type(rows) is int else COMMON_ROWS)
+
+    def cudnn_overflows(self, q: Tensor, k: Tensor) -> bool:
+        """Whether cuDNN's backward gives NaN if all scores of a query are below −88, by the exponential of what fills up
+        a tile: for a single query (NVIDIA/cudnn-frontend#1072); on Hopper, before version 9.26, for 64 keys in the last
+        tile of 128 (pytorch/pytorch#196678)."""
+        return q.shape[-2] == 1 or (k.shape[-2] % 128 == 64 and _cudnn_overflows(k.device.index or 0))
 
     def fits(self, x: Tensor) -> bool:
         """Whether Triton is installed, and its kernels can take rows like x's."""
@@ -270,18 +287,26 @@ def sum_of(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(tuple(parts)).sum(0, dtype=wide)
 
 
-_PREFERS_CUDNN: dict[int, bool] = {}
+_PREFERS_CUDNN: dict[Size, bool] = {}
+COMMON_ROWS = 128
+"""What PyTorch is asked about where the number of rows is not known, in steps compiled for dynamic sizes."""
 
 
 @constant_for_dynamo
-def _prefers_cudnn(device: int) -> bool:
-    """Whether PyTorch prefers cuDNN's attention on this GPU, as on newer ones; asked once, with a small query."""
-    if device not in _PREFERS_CUDNN:
-        with _disable_current_modes():  # such as a compiler's, whose tensors have no data
-            q = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device=f"cuda:{device}")
+def _prefers_cudnn(device: int, rows: int) -> bool:
+    """Whether PyTorch prefers cuDNN's attention on this GPU, as on newer ones, for so many rows; asked once, with a
+    small query that is trained."""
+    if (device, rows) not in _PREFERS_CUDNN:
+        with _disable_current_modes(), torch.enable_grad():  # modes such as a compiler's, whose tensors have no data
+            q = torch.empty(1, 1, rows, 64, dtype=torch.bfloat16, device=f"cuda:{device}", requires_grad=True)
             choice = torch._fused_sdp_choice(q, q, q)
-        _PREFERS_CUDNN[device] = choice == torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value
-    return _PREFERS_CUDNN[device]
+        _PREFERS_CUDNN[device, rows] = choice == torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value
+    return _PREFERS_CUDNN[device, rows]
+
+
+@cache
+def _cudnn_overflows(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0) and (torch.backends.cudnn.version() or 0) < 92600
 
 
 CPU_DEVICE, CUDA_DEVICE, OTHER_DEVICE = CPU(), CUDA(), Device()

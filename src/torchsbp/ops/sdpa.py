@@ -33,10 +33,10 @@ def attend_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, fused: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dQ, dK, dV), summed over the given query and key rows."""
-    name = device_of(q).attention_kernel(q, fused)
-    if compiling() and name != "plain":
+    device = device_of(q)
+    if compiling() and device.attention_kernel(k, fused) != "plain":
         return torch.ops.torchsbp.attend_backward(do, q, k, v, o, lse, scale)
-    return KERNELS[name].backward(do, q, k, v, o, lse, scale)
+    return KERNELS[device.attention_backward_kernel(q, k, fused)].backward(do, q, k, v, o, lse, scale)
 
 
 # Not torch.library.custom_op: its checks at every call take longer than the launch of a kernel.
@@ -52,7 +52,7 @@ def _operator(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``attend_backward`` for compiled graphs: the layouts that the kernels ask for are made here, not by the compiler
     (which gives cuDNN a log-sum-exp with strides that it refuses)."""
-    kernel = KERNELS[device_of(q).attention_kernel(q, fused=True)]
+    kernel = KERNELS[device_of(q).attention_backward_kernel(q, k, fused=True)]
     dq, dk, dv = kernel.backward(do, q, k, v, o, lse, scale)
     return rows_first(dq), rows_first(dk), rows_first(dv)
 
