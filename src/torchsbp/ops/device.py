@@ -153,9 +153,9 @@ class CUDA(Device):
         return _prefers_cudnn(q.device.index or 0, rows if type(rows) is int else COMMON_ROWS)
 
     def cudnn_overflows(self, q: Tensor, k: Tensor) -> bool:
-        """Whether cuDNN's backward gives NaN if all scores of a query are below −88, by the exponential of what fills up
-        a tile: for a single query (NVIDIA/cudnn-frontend#1072); on Hopper, before version 9.26, for 64 keys in the last
-        tile of 128 (pytorch/pytorch#196678)."""
+        """Whether cuDNN gives NaN in backward if all scores of a query are below −88, by the exponential of what fills
+        up a tile: for a single query (NVIDIA/cudnn-frontend#1072); on Hopper, before version 9.26, for 64 keys in the
+        last tile of 128 (pytorch/pytorch#196678)."""
         return q.shape[-2] == 1 or (k.shape[-2] % 128 == 64 and _cudnn_overflows(k.device.index or 0))
 
     def fits(self, x: Tensor) -> bool:
