@@ -114,17 +114,26 @@ def test_what_is_alive_sums_up_to_the_peak():
 
 @pytest.mark.parametrize("family", ["vit", "convnext"])
 def test_graphs_hold_what_one_pass_needs(family, monkeypatch):
-    """Its inputs' copies and what it makes, the most of all passes; the rest of a step needs less for it."""
+    """Its inputs' copies and what it makes, the most of all passes; the rest of a step needs less for it. Masks are
+    drawn by a graph with memory of its own."""
     model, config = LEAN[family].model().float(), SBPConfig(keep_ratio=0.5)
     with_graphs = torchsbp.estimate(model, SHAPE, config)
     not_captured = torchsbp.estimate(model, SHAPE, replace(config, capture=False))
     monkeypatch.setattr(graphs, "LARGEST", 0)
     without = torchsbp.estimate(model, SHAPE, config)
-    assert without.graphs == 0
+    assert not_captured.graphs == 0
+    assert 0 < without.graphs < 2**18
     assert with_graphs.graphs > simulated.CUBLAS // 2
-    assert with_graphs.peak - with_graphs.graphs < without.peak
-    assert not_captured.peak == without.peak
+    assert with_graphs.peak - with_graphs.graphs < without.peak - without.graphs
+    assert not_captured.peak == without.peak - without.graphs
     assert torchsbp.estimate(model, SHAPE, "full").graphs == 0
+
+
+def test_the_graph_that_draws_masks_holds_at_least_the_masks():
+    """The kept rows of every block, 8 bytes each."""
+    model = timm.create_model("vit_tiny_patch16_224", depth=4, num_classes=5)
+    found = torchsbp.estimate(model, (512, 3, 224, 224), SBPConfig(keep_ratio=0.5, blocks=1.0))
+    assert found.graphs > 4 * 8 * 512 * 98
 
 
 def test_parameters_gradients_and_optimizer_state():

@@ -229,7 +229,7 @@ def trace(
     if gradients_bytes > peak:  # the gradients of all, traced or not, need more than the step
         peak, saved_at_peak, gradients_at_peak, peak_at = gradients_bytes, 0, gradients_bytes, "in the update"
     parameters = sum(t.nbytes for t in static[:-1])
-    graphs = simulated.held(live.pool)
+    graphs = simulated.held(live.pools)
     libraries = simulated.CUBLAS if device == "cuda" else 0
     parts, elsewhere = by_block(saved.by_module, blocks)
     return Estimate(

@@ -6,7 +6,7 @@ their own, SBP's backward passes run Triton kernels, and some operators need wor
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from types import FunctionType
@@ -16,20 +16,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_map
 
-from ..ops.device import CUDA, substituted
+from ..ops.constants import holding
+from ..ops.device import CUDA, Result, substituted
 from ..ops.graphs import Pass, Tensors, empty, passed, room_for, with_passed
 from ..ops.kernel_steps import KernelSteps
 from ..ops.layers import HALF
 from ..ops.window_launches import KernelWindowAttention
-from .live import capturing, in_graph
+from ..sampling.captures import pack
+from .live import Live, capturing, in_graph
 
 aten = torch.ops.aten
 
 PROCESSORS = 132  # multiprocessors of an H100 or H200: the kernels' buffers for sums have four rows for each
 CUBLAS = 2 * 32 * 2**20  # fitted to ViT-B on an H200: presumably cuBLAS workspace, for forward's and backward's thread
 TILE = 64
+PASSES, APART = "passes", "apart"
+"""The memory that captured passes share, and that of other graphs, which draw masks."""
 
 
 class SimulatedSteps(KernelSteps):
@@ -75,12 +80,19 @@ class SimulatedDevice(CUDA):
 
     def run_pass(self, run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
         """Allocate what a CUDA graph needs: copies of what it is given, its results, and copies of these outside."""
-        with in_graph():
+        with in_graph(PASSES):
             places = [empty(t) for t in given]
             results, extra = run(static, places)
         same = passed(results, places)
         found = [None if number in same else empty(t) for number, t in enumerate(results)]
         return with_passed(found, same, given), extra
+
+    def run_apart(self, run: Callable[[], Result]) -> Result:
+        """Allocate what the graph needs, and its results packed; what follows has a copy of these."""
+        if isinstance(_get_current_dispatch_mode(), Live):
+            with in_graph(APART), holding() as constants:
+                pack(run(), constants, torch.device("cpu"))
+        return run()
 
 
 DEVICE = SimulatedDevice()
@@ -189,9 +201,10 @@ WIDE_NAMES = (
 WIDE = {getattr(owner, name) for owner in (F, torch, Tensor) for name in WIDE_NAMES if hasattr(owner, name)}
 
 
-def held(alive: int) -> int:
-    """Return the bytes that CUDA graphs hold if ``alive`` bytes are alive in them at once."""
-    return room_for(alive) if alive else 0
+def held(pools: Mapping[str, int]) -> int:
+    """Return the bytes that CUDA graphs hold if so many are alive at once in the memory that some of them share."""
+    passes = pools[PASSES]
+    return (room_for(passes) if passes else 0) + pools[APART]
 
 
 def workspace(func: Any, args: tuple[Any, ...], result: Any) -> int:

@@ -3,7 +3,7 @@
 ``substituted`` makes another device stand in for all of them: that is how memory is predicted for a GPU without one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import rows as R
 from .chosen import Chosen, choose, prefix_of
 from .compiling import compiling, constant_for_dynamo, read_to_be_captured
-from .graphs import LARGEST, Pass, Tensors, measuring, run_pass
+from .graphs import LARGEST, Pass, Result, Tensors, measuring, run_pass
 from .kernel_steps import CHOSEN_AMONG, KernelSteps, choose_rows, keep_rows, rotated, scaled_last_layer, take_rows
 from .launch import launch
 from .layers import HALF, BackwardOptions, Grad, LastLayer, cast, last_layer_gradients, stacked
@@ -109,6 +109,10 @@ class Device:
     def run_pass(self, run: Pass, static: Any, given: Tensors) -> tuple[Tensors, Any]:
         """Run a forward or backward pass of an op."""
         return run(static, given)
+
+    def run_apart(self, run: Callable[[], Result]) -> Result:
+        """Run what a GPU replays from a CUDA graph that has memory of its own; here simply run it."""
+        return run()
 
     def capturing(self) -> bool:
         """Whether this pass is captured in a CUDA graph, or will be: launches are cheap there, but memory is held."""

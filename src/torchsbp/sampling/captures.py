@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..ops.constants import holding
+from ..ops.device import device_of
 from ..ops.graphs import Pool
 
 Drawn = TypeVar("Drawn")
@@ -113,7 +114,7 @@ class Captures:
     ) -> Drawn:
         """Return ``draw(sizes)``, from a graph if possible: ``draw`` reads nothing that changes but sizes and step."""
         if not step.is_cuda or _get_current_dispatch_mode() is not None or torch.cuda.is_current_stream_capturing():
-            return draw(sizes)
+            return device_of(step).run_apart(lambda: draw(sizes))
         stream = torch.cuda.current_stream(step.device).cuda_stream
         key = (StorageWeakRef(step.untyped_storage()), step.data_ptr(), step.device, stream, depends)
         if key not in self.graphs:
