@@ -132,15 +132,17 @@ def timed(of: Callable[[], tuple[Row, ...]]) -> Callable[[str], str]:
 
 
 def paired(folder: str) -> Callable[[str], str]:
-    """Return a maker of MODEL, ARM, EPOCHS against BAR: the difference to another arm, over seeds that both have."""
+    """Return a maker of MODEL, ARM, EPOCHS against BAR [at EPOCHS]: the difference to another arm, over seeds that both
+    have, after as many epochs unless others are given."""
 
     def made(what: str) -> str:
         what, _, bar = what.partition(" against ")
         model, arm, length = parts(what)
+        bar, _, other_length = bar.partition(" at ")
         found = contest.curves(list(rows(folder)))
         mine, other = (
-            {seed: curve[int(length)] for seed, curve in found[model, its].items() if int(length) in curve}
-            for its in (arm, bar)
+            {seed: curve[int(after)] for seed, curve in found[model, its].items() if int(after) in curve}
+            for its, after in ((arm, length), (bar, other_length or length))
         )
         return signed([mine[seed] - other[seed] for seed in sorted(mine) if seed in other])
 

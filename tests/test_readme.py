@@ -51,6 +51,9 @@ def test_tables_are_the_measured_ones(benchmarks):
     assert run.markdown(results("cpu.json")["rows"]) in page
     assert limits.markdown(results("limits.json")["rows"]) in page
     assert all(f"commit {row['commit']}" in flat(planned) for row in plans)
+    without_gpu = results("memory_null.json")
+    assert memory.markdown(without_gpu["rows"]) in planned
+    assert f"commit {without_gpu['commit']}" in flat(planned)
     for file in ("detection.json", "detection_2.json", "detection_8.json", "detection_8_cascade.json"):
         assert detection.markdown(results(file)["rows"]) in page
         assert f"commit {results(file)['commit']}" in flat(page)
