@@ -5,7 +5,7 @@
 PyTorch's allocator, autograd, CUDA graphs, its compiler and Triton's do all their work, for an H200. So what fails
 before a kernel runs fails here too, peaks of memory are those of a GPU but for workspace of cuDNN and cuBLAS, launches
 can be counted (``launched``), and step times are what the CPU alone takes. Values mean nothing: whatever reads one back
-from the device may go wrong. Needs gcc and a PyTorch with CUDA.
+from the device may go wrong. Needs gcc and a PyTorch with CUDA 13.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ def launched() -> Launched:
 def missing() -> str:
     """What a machine lacks to have it, "" if nothing."""
     tools = [tool for tool in ("gcc", "nm") if shutil.which(tool) is None]
-    needed = [*tools, *(["a PyTorch with CUDA"] if torch.version.cuda is None else [])]
+    needed = [*tools, *([] if (torch.version.cuda or "").startswith("13.") else ["a PyTorch with CUDA 13"])]
     return " and ".join([*needed, *(["Triton"] if find_spec("triton") is None else [])])
 
 
