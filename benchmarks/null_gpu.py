@@ -72,23 +72,28 @@ def build(site: Path) -> Path:
 
 
 def compile_libraries(folder: Path, site: Path, asked: set[str]) -> None:
+    compile_driver(folder, site, asked)
+    compile_compiler(folder, site, {name for name in asked if name.startswith("nvrtc")})
+
+
+def compile_driver(folder: Path, site: Path, asked: set[str]) -> None:
+    """Driver, runtime and libraries are one file, which PyTorch and Triton take for the driver's."""
     include = [f"-I{its}" for its in headers(site)]
-    driver = folder / "libcuda.so.1"
+    driver, rest = folder / "libcuda.so.1", folder / "rest.c"
     compile_library(driver, [SOURCE, *include])
     others = {name for name in asked | driver_functions(site) if FUNCTIONS.match(name)}
-    rest = folder / "rest.c"
     rest.write_text("".join(map(succeeding, sorted(others - symbols("--defined-only", driver)))))
     compile_library(driver, [SOURCE, rest, *include])
     (folder / "libcuda.so").symlink_to(driver.name)
-    (compiler,) = {its.name for its in site.glob("nvidia/cu*/lib/libnvrtc.so.*")}
-    text = "".join(
-        f"int {name}() {{ return 0; }}\n"
-        for name in sorted(asked)
-        if name.startswith("nvrtc") and f"{name}(" not in NVRTC
-    )
-    (folder / "nvrtc.c").write_text(text + NVRTC)
-    (folder / "versions").write_text(f"{compiler} {{ global: *; }};")  # that PyTorch asks for
-    compile_library(folder / compiler, [folder / "nvrtc.c", f"-Wl,--version-script={folder / 'versions'}"])
+
+
+def compile_compiler(folder: Path, site: Path, asked: set[str]) -> None:
+    """NVRTC is a file of its own: PyTorch looks in that one before it looks in what was loaded first."""
+    (name,) = {its.name for its in site.glob("nvidia/cu*/lib/libnvrtc.so.*")}
+    source, versions = folder / "nvrtc.c", folder / "versions"
+    source.write_text("".join(succeeding(each) for each in sorted(asked) if f"{each}(" not in NVRTC) + NVRTC)
+    versions.write_text(f"{name} {{ global: *; }};")  # that PyTorch asks for
+    compile_library(folder / name, [source, f"-Wl,--version-script={versions}"])
 
 
 NVRTC = """
