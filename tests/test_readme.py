@@ -54,6 +54,9 @@ def test_tables_are_the_measured_ones(benchmarks):
     without_gpu = results("memory_null.json")
     assert memory.markdown(without_gpu["rows"]) in planned
     assert f"commit {without_gpu['commit']}" in flat(planned)
+    chosen = [row for row in results("compiled_null.json")["rows"] if row["method"] == "norm rows r=0.5"]
+    assert [row["model"] for row in chosen] == ["vit_base", "convnext_tiny", "swin_tiny"]
+    assert all(f"{row['memory']:.3f}×" in page for row in chosen)
     for file in ("detection.json", "detection_2.json", "detection_8.json", "detection_8_cascade.json"):
         assert detection.markdown(results(file)["rows"]) in page
         assert f"commit {results(file)['commit']}" in flat(page)
